@@ -1,0 +1,59 @@
+"""Triton when it is installed, a stand-in when it is not; and the one place that launches kernels."""
+
+from typing import Any
+
+import torch
+
+from liger_kernel import _env
+
+try:
+    import triton
+    import triton.language as tl
+
+    AVAILABLE = True
+except ImportError:
+    AVAILABLE = False
+
+    class _Absent:
+        """Stands for `triton` and `tl`: decorators and annotations work, launching says what is missing."""
+
+        def __getattr__(self, name: str) -> "_Absent":
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return args[0] if args and callable(args[0]) else self
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise ModuleNotFoundError(
+                "This kernel needs triton, which is not installed: pip install triton."
+            )
+
+    triton: Any = _Absent()
+    tl: Any = _Absent()
+
+__all__ = ["AVAILABLE", "block_of", "cdiv", "launch", "tl", "triton", "warps_for"]
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **meta: Any
+) -> None:
+    """Run `kernel` over `grid` on `device` and its current stream; nothing to do for an empty grid."""
+    if 0 in grid:
+        return
+    with _env.on_device(device):
+        kernel[grid](*args, **meta)
+
+
+def cdiv(a: int, b: int) -> int:
+    """ceil(a / b)."""
+    return -(-a // b)
+
+
+def block_of(n: int) -> int:
+    """The smallest power of two that is at least n (and at least 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def warps_for(elements: int, device: torch.device, per_warp: int = 512) -> int:
+    """Warps for a program that holds `elements` values in registers, within what the device allows."""
+    return min(max(block_of(cdiv(elements, per_warp)), 4), _env.device_info(device).max_warps)

@@ -1,0 +1,25 @@
+"""Paths, devices and the few warnings of others that tests cannot avoid."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_kernel import _env
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The accelerator if there is one, else the CPU (kernels then run in Triton's interpreter)."""
+    return _env.default_device()
+
+
+@pytest.fixture
+def fresh_impl():
+    """Forget what was read from the environment before and after a test that changes it."""
+    _env.refresh()
+    yield
+    _env.refresh()
