@@ -1,0 +1,210 @@
+"""The plain functions, one per op: `liger_kernel.functional.rms_norm(x, weight)`.
+
+Every function takes `impl="triton"` or `impl="torch"` to choose the path of this one call (None:
+the choice of `set_impl`, of `LIGER_KERNEL_IMPL`, or else by the tensors), `backend`, the older
+spelling of `impl`, and `mode`, which other implementations use to pick a variant of themselves;
+ours have none, so it is accepted with one warning. The options, errors and memory of an op are
+documented where it is defined, in `liger_kernel.ops.<name>`.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_kernel import _env
+from liger_kernel.ops import _op, _triton
+from liger_kernel.ops import cross_entropy as _cross_entropy
+from liger_kernel.ops import fused_linear_cross_entropy as _fused_linear_cross_entropy
+from liger_kernel.ops import geglu as _geglu
+from liger_kernel.ops import rms_norm as _rms_norm
+from liger_kernel.ops import rope as _rope
+from liger_kernel.ops import swiglu as _swiglu
+
+__all__ = [
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "geglu",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]
+
+_Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def available_impls(op_name: str, device: torch.device | str | None = None) -> list[str]:
+    """The implementations of an op that run on `device`, the preferred one first.
+
+    Args:
+        op_name: one of the functions of this module.
+        device: a device or its type; None for the accelerator if there is one, else the CPU.
+    Raises:
+        ValueError: an op this package does not have.
+    """
+    _op.choice("available_impls", "op_name", op_name, tuple(__all__))
+    kind = _env.infer_device() if device is None else torch.device(device).type
+    return ["triton", "torch"] if _triton.AVAILABLE and _env.triton_runs_on(kind) else ["torch"]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = False,
+    row_mode: bool | None = None,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """RMSNorm over the last dimension: x / rms(x) * (offset + weight), like x.
+
+    `in_place` and `row_mode` are accepted: no tensor of the caller is ever written, and the number
+    of rows per program follows from the width.
+    """
+    chosen = _impl("rms_norm", impl, mode, backend)
+    return _rms_norm.rms_norm(x, weight, eps, offset, casting_mode, impl=chosen)
+
+
+def swiglu(
+    a: Tensor,
+    b: Tensor,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """silu(gate_multiplier * a) * b * down_multiplier, like a."""
+    chosen = _impl("swiglu", impl, mode, backend)
+    return _swiglu.swiglu(a, b, gate_multiplier, down_multiplier, impl=chosen)
+
+
+def geglu(
+    a: Tensor,
+    b: Tensor,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """gelu(a) * b with the tanh form of GELU, like a."""
+    return _geglu.geglu(a, b, "tanh", impl=_impl("geglu", impl, mode, backend))
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotary position embedding, rotate-half: new q and k (None without a k). `position_ids` is
+    accepted, not read: cos and sin already belong to the positions."""
+    chosen = _impl("rope", impl, mode, backend)
+    return _rope.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, impl=chosen)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> _Outputs:
+    """Cross entropy of logits: always (loss, z_loss, token_accuracy, predicted_tokens), None for
+    what was not asked for."""
+    return _outputs(
+        _cross_entropy.cross_entropy(
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            impl=_impl("cross_entropy", impl, mode, backend),
+        )
+    )
+
+
+def fused_linear_cross_entropy(
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> _Outputs:
+    """Cross entropy of `_input @ weight.T + bias` without keeping the logits: always (loss, z_loss,
+    token_accuracy, predicted_tokens), None for what was not asked for."""
+    return _outputs(
+        _fused_linear_cross_entropy.fused_linear_cross_entropy(
+            _input,
+            weight,
+            target,
+            bias,
+            ce_weight,
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+            return_z_loss=return_z_loss,
+            accum_dtype=accum_dtype,
+            use_token_scaling=use_token_scaling,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            impl=_impl("fused_linear_cross_entropy", impl, mode, backend),
+        )
+    )
+
+
+def _outputs(result: "_cross_entropy.CrossEntropyOutput") -> _Outputs:
+    return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
+
+
+def _impl(op: str, impl: str | None, mode: str | None, backend: str | None) -> str | None:
+    """The implementation asked for, from the three keywords that may ask for one."""
+    if mode is not None:
+        _env.warn_once(f"{op}: mode={mode!r} is ignored, the implementations have one mode each.")
+    if impl is not None and backend is not None and impl != backend:
+        raise ValueError(
+            f"{op}: backend is the older spelling of impl; got impl={impl!r} and "
+            f"backend={backend!r}. Pass impl alone."
+        )
+    return backend if impl is None else impl

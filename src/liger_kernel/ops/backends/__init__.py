@@ -1,0 +1,1 @@
+"""Where other projects look for vendor implementations; `registry` says there are none."""
