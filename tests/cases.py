@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 
 import rows
+
 from liger_kernel.testing.properties import Case
 
 CASES: list[Case] = [

@@ -1,6 +1,8 @@
-"""The properties of `liger_kernel.testing.properties` on every row of `cases.py`, on the Triton path and on the torch path.
+"""The properties of `liger_kernel.testing.properties` on every row of `cases.py`, on the Triton
+path and on the torch path.
 
-On a machine without an accelerator the Triton path runs in Triton's interpreter (TRITON_INTERPRET=1, set by `make test`).
+On a machine without an accelerator the Triton path runs in Triton's interpreter
+(TRITON_INTERPRET=1, set by `make test`).
 """
 
 import pytest
@@ -27,7 +29,9 @@ def _points(every_option=False):
     for case in CASES:
         for shape in case.shapes:
             for options in case.grid() if every_option else case.cover():
-                yield pytest.param(case, shape, options, id=f"{case.name}-{_id(shape)}-{_id(options)}")
+                yield pytest.param(
+                    case, shape, options, id=f"{case.name}-{_id(shape)}-{_id(options)}"
+                )
 
 
 def _small_points():
@@ -65,7 +69,11 @@ def test_accurate_everywhere(case, shape, options, dtype, path, device):
     properties.accurate(case, shape, options, dtype, device)
 
 
-@pytest.mark.parametrize("check", [properties.written, properties.repeatable, properties.partial], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [properties.written, properties.repeatable, properties.partial],
+    ids=lambda f: f.__name__,
+)
 @pytest.mark.parametrize(("case", "shape", "options"), list(_small_points()))
 def test_kept(check, case, shape, options, path, device):
     check(case, shape, options, case.dtypes[-1], device)
@@ -86,6 +94,8 @@ def test_traced(case, path, device):
 
 @pytest.mark.parametrize(("case", "shape", "options"), list(_small_points()))
 def test_reference_is_differentiable(case, shape, options, device):
+    if not case.differentiable:
+        pytest.skip(f"{case.name} holds a part of its loss constant")
     properties.differentiable(case, case.shapes[0], options, device)
 
 
@@ -98,7 +108,10 @@ def test_named_operators(case, device):
         torch.library.opcheck(launcher.operator, args)
 
 
-@pytest.mark.parametrize(("case", "number"), [pytest.param(c, i, id=f"{c.name}-{i}") for c in CASES for i in range(len(c.bad))])
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [pytest.param(c, i, id=f"{c.name}-{i}") for c in CASES for i in range(len(c.bad))],
+)
 def test_bad_input_says_what_to_do(case, number, path, device):
     message, call, error = case.bad[number]
     with pytest.raises(error, match=message):

@@ -1,6 +1,6 @@
 """What machine is this?  The only module that asks.
 
-Everything that depends on the machine, on installed versions or on an environment variable is answered here, so that no
+Everything that depends on the machine or on an environment variable is answered here, so that no
 other file names a device type or reads `os.environ`. Importing it touches no accelerator.
 
 Environment variables
@@ -13,12 +13,8 @@ Environment variables
 
 import contextlib
 import functools
-import importlib.metadata
 import importlib.util
 import os
-import pathlib
-import re
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +32,7 @@ _NO_GUARD = contextlib.nullcontext()
 MIB = 1 << 20
 
 
-# Which implementation -------------------------------------------------------------------------------------------------
+# Which implementation
 
 _chosen: str | None = None
 _resolved: dict[str, str] = {}
@@ -51,7 +47,9 @@ def impl(op: str) -> str:
 
 
 def set_impl(name: str | None) -> None:
-    """Choose the implementation of every op that no environment variable pins; None returns to "auto"."""
+    """Choose the implementation of every op that no environment variable pins; None returns to
+    "auto".
+    """
     global _chosen
     _chosen = None if name is None else normalise_impl(name)
     _resolved.clear()
@@ -82,7 +80,7 @@ def normalise_impl(name: str, source: str = "impl") -> str:
     """One of `IMPLS` for any accepted spelling; ValueError for an unknown one."""
     short = _OTHER_NAMES.get(name.lower(), name.lower())
     if short in _VENDOR_NAMES:
-        _warn_once(
+        warn_once(
             f"{source}={name!r} names a vendor path this package does not have; using 'auto'."
         )
         return "auto"
@@ -100,11 +98,12 @@ def _resolve(op: str) -> str:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warn, but only the first time this message comes up in the process."""
     warnings.warn(message, stacklevel=4)
 
 
-# Triton ---------------------------------------------------------------------------------------------------------------
+# Triton
 
 
 # Triton reads the variable when a kernel is defined, so one answer holds for the whole process.
@@ -121,7 +120,7 @@ def triton_runs_on(device_type: str) -> bool:
     return device_type in _TRITON_DEVICES or (device_type == "cpu" and interpreting())
 
 
-# Devices --------------------------------------------------------------------------------------------------------------
+# Devices
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,9 @@ def event(device: torch.device) -> Any:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being recorded into a CUDA graph (then nothing may synchronise)."""
+    """Whether the current stream is being recorded into a CUDA graph (then nothing may
+    synchronise).
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -227,17 +228,19 @@ def _host_memory() -> int:
     )
 
 
-# Settings -------------------------------------------------------------------------------------------------------------
+# Settings
 
 
 def memory_budget(device: torch.device) -> int:
-    """Default bytes of transient buffers for the vocabulary head: 0.5 % of device memory within 128..512 MiB; CPU 64 MiB."""
+    """Default bytes of transient buffers for the vocabulary head: 0.5 % of device memory within
+    128..640 MiB; CPU 64 MiB.
+    """
     asked = os.environ.get("LIGER_KERNEL_MEMORY_BUDGET")
     if asked:
         return parse_bytes(asked, "LIGER_KERNEL_MEMORY_BUDGET")
     if device.type == "cpu":
         return 64 * MIB
-    return min(max(device_info(device).total_memory // 200, 128 * MIB), 512 * MIB)
+    return min(max(device_info(device).total_memory // 200, 128 * MIB), 640 * MIB)
 
 
 def parse_bytes(text: str, source: str) -> int:
@@ -265,7 +268,7 @@ def has_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-# Names of architectures ------------------------------------------------------------------------------------------------
+# Names of architectures
 
 _NVIDIA = {
     **dict.fromkeys(("sm_70", "sm_72", "sm_75"), "volta_turing"),
@@ -279,7 +282,7 @@ _AMD = {"gfx908": "cdna1", "gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna
 
 
 def arch_family(device: torch.device) -> str:
-    """The architecture's common name: "hopper", "cdna3", "pvc", "ascend910", ...; its code if it has none here."""
+    """The architecture's common name: "hopper", "cdna3", "pvc"; its code if it has none here."""
     if device.type == "npu":
         name = _module(device).get_device_name(device).lower()
         return next((f"ascend{n}" for n in ("910", "310") if n in name), "npu")
@@ -304,49 +307,7 @@ def infer_comm_backend() -> str:
     return "mpi" if dist.is_available() and dist.is_mpi_available() else "gloo"
 
 
-# Installed packages ------------------------------------------------------------------------------------------------------
-
-DISTRIBUTION = "liger-kernel"
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-@functools.cache
-def package_version() -> str:
-    """This package's version: from its checkout when it runs in one, else from its installed metadata."""
-    project = pathlib.Path(__file__).parents[2] / "pyproject.toml"
-    if project.is_file():
-        fields = dict(re.findall(r'^(name|version) = "(.+)"$', project.read_text("utf-8"), re.M))
-        if fields.get("name") == DISTRIBUTION:
-            return fields["version"]
-    return version_of(DISTRIBUTION) or "0+unknown"
-
-
-def foreign_distributions() -> list[str]:
-    """Other installed distributions that bring files named `liger_kernel`, as "name version".
-
-    They overwrite this package's files or hide them, and the metadata then speaks of one while the code is of the other.
-    Looks at distributions whose name begins with "liger": reading every installed one would slow the import down.
-    """
-    found = []
-    for folder in dict.fromkeys(sys.path):
-        for info in sorted(pathlib.Path(folder or ".").glob("[lL]iger*.dist-info")):
-            dist = importlib.metadata.Distribution.at(info)
-            name = dist.metadata["Name"].lower().replace("_", "-")
-            ours = name == DISTRIBUTION and dist.version == package_version()
-            files = {str(file) for file in dist.files or ()}
-            if not ours and "liger_kernel/__init__.py" in files:
-                found.append(f"{dist.metadata['Name']} {dist.version}")
-    return found
-
-
-# The process environment ------------------------------------------------------------------------------------------------------
+# The process environment
 
 
 def environment() -> dict[str, str]:
@@ -358,3 +319,39 @@ def environment() -> dict[str, str]:
 def export(name: str, value: str) -> None:
     """Set an environment variable of this process, for a library that reads nothing else."""
     os.environ[name] = value
+
+
+# Matrix products
+
+
+@functools.cache
+def mixed_products(device: torch.device) -> bool:
+    """Whether `torch.mm(a, b, out_dtype=torch.float32)` exists for 16-bit operands on this device
+    (torch >= 2.8, CUDA).
+    """
+    version = tuple(int(p) for p in torch.__version__.split(".")[:2])
+    return device.type == "cuda" and version >= (2, 8)
+
+
+@contextlib.contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Within the block split-K products add their parts in fp32: cuBLAS may otherwise reduce them
+    in 16 bits.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    flags = torch.backends.cuda.matmul
+    before = (
+        flags.allow_bf16_reduced_precision_reduction,
+        flags.allow_fp16_reduced_precision_reduction,
+    )
+    flags.allow_bf16_reduced_precision_reduction = False
+    flags.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        (
+            flags.allow_bf16_reduced_precision_reduction,
+            flags.allow_fp16_reduced_precision_reduction,
+        ) = before

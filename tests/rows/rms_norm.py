@@ -33,12 +33,26 @@ ROWS = [
         rms_norm.OP,
         rms_norm.rms_norm,
         _inputs,
-        shapes=[(3, 8), (1, 1), (7,), (5, 33), (0, 5), (2, 3, 257), (2, 1, 2, 3, 64), (3, 1100), (2, 33000)],
+        shapes=[
+            (3, 8),
+            (1, 1),
+            (7,),
+            (5, 33),
+            (0, 5),
+            (2, 3, 257),
+            (2, 1, 2, 3, 64),
+            (3, 1100),
+            (2, 33000),
+        ],
         options=_OPTIONS,
         grads=("x", "weight"),
         opchecks=_opchecks,
         bad=[
-            ("weight must have shape", lambda make: rms_norm.rms_norm(make(2, 4), make(3)), ValueError),
+            (
+                "weight must have shape",
+                lambda make: rms_norm.rms_norm(make(2, 4), make(3)),
+                ValueError,
+            ),
             (
                 "casting_mode must be one of",
                 lambda make: rms_norm.rms_norm(make(2, 4), make(4), casting_mode="lama"),

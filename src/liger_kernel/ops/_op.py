@@ -8,7 +8,8 @@ An op file declares
     class _RMSNorm(torch.autograd.Function): ...           ties the launchers together
     OP = Op("rms_norm", reference=..., fallback=..., function=_RMSNorm.apply, supports=..., cost=...)
 
-and its public function calls `OP(...)`. The choice between the kernels and plain PyTorch falls per call, from the tensors.
+and its public function calls `OP(...)`. The choice between the kernels and plain PyTorch falls per
+call, from the tensors.
 """
 
 import functools
@@ -32,7 +33,8 @@ _LIBRARY = torch.library.Library("liger_kernel", "FRAGMENT")
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op must do at least: bytes of device memory moved (every input read once, every output written once) and
+    """What an op must do at least: bytes of device memory moved (every input read once, every
+    output written once) and
     floating-point operations of its matrix products; `saved` is what stays alive for backward beyond the inputs."""
 
     forward_bytes: int
@@ -93,16 +95,16 @@ def _is_traced(tensor: Tensor) -> bool:
     }
 
 
-# Named operators ------------------------------------------------------------------------------------------------------
+# Named operators
 
 
 def named(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Register a launcher as `torch.ops.liger_kernel.<its name>` and keep the direct call for eager mode.
+    """Register a launcher as `torch.ops.liger_kernel.<its name>`; eager mode keeps calling it directly.
 
-    A direct call costs nothing; a registered one ~10 us. So the registered operator is used only where somebody looks:
+    A direct call costs nothing, a registered one ~10 us. So the registered operator runs only where somebody looks:
     under `torch.compile` and `torch.export`, and inside a dispatch mode (selective checkpointing, FLOP counters,
-    FakeTensorMode). `fake` has the launcher's signature and returns empty tensors of the right shapes. Outputs must not
-    alias inputs.
+    FakeTensorMode). `fake` has the launcher's signature and returns empty tensors of the right shapes. Outputs must
+    not alias inputs.
     """
 
     def wrap(launcher: F) -> F:
@@ -127,7 +129,7 @@ def observed() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-# Gradients ------------------------------------------------------------------------------------------------------------
+# Gradients
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -145,7 +147,9 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(name: str) -> Callable[[F], F]:
-    """Decorates `backward` of an autograd.Function: runs without recording; differentiating the result says why not."""
+    """Decorates `backward` of an autograd.Function: runs without recording; differentiating the
+    result says why not.
+    """
 
     def wrap(backward: F) -> F:
         @functools.wraps(backward)
@@ -169,11 +173,13 @@ def _guard(name: str, grad: Tensor | None) -> Tensor | None:
     return _NoSecondDerivative.apply(name, grad.detach().requires_grad_())
 
 
-# Layouts --------------------------------------------------------------------------------------------------------------
+# Layouts
 
 
 def rows(x: Tensor) -> Tensor:
-    """x as `[R, D]` with adjacent columns: a view where the layout allows one, else a copy. Rows may have any stride."""
+    """x as `[R, D]` with adjacent columns: a view where the layout allows one, else a copy. Rows
+    may have any stride.
+    """
     if x.dim() == 2 and x.stride(1) == 1:
         return x
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -196,7 +202,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# Messages -------------------------------------------------------------------------------------------------------------
+# Messages
 
 
 def require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:

@@ -1,11 +1,13 @@
-"""Second stage of a two-stage column sum: fp32 partials `[G, D]` -> `[D]` in the parameter's dtype, in a fixed order."""
+"""Second stage of a two-stage column sum: fp32 partials `[G, D]` -> `[D]` in the parameter's
+dtype, in a fixed order.
+"""
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops._triton import cdiv, launch, tl, triton
 
-_ROWS, _COLUMNS = 16, 64
+_ROWS, _COLUMNS, _WARPS = 64, 16, 4
 
 
 @triton.jit
@@ -24,16 +26,7 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Column sums of contiguous fp32 `[G, D]` (G x D below 2^31), rounded once to `dtype`."""
     n_rows, n_cols = partials.shape
     out = torch.empty(n_cols, dtype=dtype, device=partials.device)
+    meta = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
     grid = (cdiv(n_cols, _COLUMNS),)
-    launch(
-        _sum_kernel,
-        grid,
-        partials.device,
-        out,
-        partials,
-        n_rows,
-        n_cols,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-    )
+    launch(_sum_kernel, grid, partials.device, out, partials, n_rows, n_cols, **meta)
     return out

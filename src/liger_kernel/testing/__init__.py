@@ -1,1 +1,3 @@
-"""What the tests of this project are made of, importable by others: one tolerance policy, properties every op keeps."""
+"""What the tests of this project are made of, importable by others: one tolerance policy,
+properties every op keeps.
+"""

@@ -1,4 +1,6 @@
-"""Fill every uninitialised buffer with NaN, so that an output nobody wrote cannot look right by luck."""
+"""Fill every uninitialised buffer with NaN, so that an output nobody wrote cannot look right by
+luck.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -21,7 +23,9 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within the block `torch.empty`, `empty_like`, `new_empty` and `empty_strided` return NaN (integers: the minimum)."""
+    """Within the block `torch.empty`, `empty_like`, `new_empty` and `empty_strided` return NaN
+    (integers: the minimum).
+    """
     with contextlib.ExitStack() as stack:
         for owner, name in (
             (torch, "empty"),

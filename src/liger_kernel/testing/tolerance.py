@@ -4,9 +4,10 @@ A result is judged against float64, beside eager PyTorch in the same dtype:
 
     error(result) <= 2 * error(eager) + ulps * ulp(dtype at the tensor's scale) + floor
 
-in the maximum norm and in the Frobenius norm. `ulps` is 1, or 3 for 16-bit results under Triton's interpreter, which
-truncates where hardware rounds to nearest. `floor` is a few fp32 roundings at the scale of the largest tensor of the
-case, for results that are small because large ones cancel. No op has a tolerance of its own.
+in the maximum norm and in the Frobenius norm. `ulps` is 1, or 3 for 16-bit results under Triton's
+interpreter, which truncates where hardware rounds to nearest. `floor` is a few fp32 roundings at
+the scale of the largest tensor of the case, for results that are small because large ones cancel.
+No op has a tolerance of its own.
 """
 
 import math
@@ -85,9 +86,7 @@ def assert_close_to_truth(
     """Judge every tensor of a case; AssertionError lists those out of bounds."""
     finite = [t[torch.isfinite(t)] for t in truth.values()]
     scale = max((t.abs().max().item() for t in finite if t.numel()), default=0.0)
-    verdicts = [
-        v for k in truth for v in judge(k, results[k], eager[k], truth[k], scale)
-    ]
+    verdicts = [v for k in truth for v in judge(k, results[k], eager[k], truth[k], scale)]
     bad = [str(v) for v in verdicts if not v.ok]
     if bad:
         raise AssertionError("\n".join(bad))

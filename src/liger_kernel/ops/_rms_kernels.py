@@ -1,0 +1,164 @@
+"""The kernels of `rms_norm`: rows held in registers, and rows too wide for that.
+
+x, dy `[R, D]` with adjacent columns and any row stride; y, dx contiguous; w `[D]`; rstd `[R]` fp32. LLAMA rounds the
+normalised row to x's dtype before the weight; ROUND_W rounds offset + w to w's dtype as eager does then.
+"""
+
+from liger_kernel.ops._device import row_base
+from liger_kernel.ops._triton import tl, triton
+
+
+@triton.jit
+def _scale(W, cols, mask, offset, ROUND: tl.constexpr):
+    """offset + w in fp32, rounded to w's dtype under "llama" as eager does."""
+    w = tl.load(W + cols, mask=mask, other=0.0)
+    scale = w.to(tl.float32) + offset
+    if ROUND:
+        scale = scale.to(w.dtype).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def forward_kernel(
+    Y, sY_row, X, sX_row, W, RSTD, n_rows, n_cols, eps, offset,
+    LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    m_row = row < n_rows
+    m_col = cols < n_cols
+    mask = m_row[:, None] & m_col[None, :]
+    x = tl.load(X + row_base(row, sX_row)[:, None] + cols[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+    tl.store(RSTD + row, rstd, mask=m_row)
+    n = x * rstd[:, None]
+    if LLAMA:
+        n = n.to(Y.dtype.element_ty).to(tl.float32)
+    if HAS_W:
+        n = n * _scale(W, cols, m_col, offset, ROUND_W)[None, :]
+    tl.store(
+        Y + row_base(row, sY_row)[:, None] + cols[None, :], n.to(Y.dtype.element_ty), mask=mask
+    )
+
+
+@triton.jit
+def forward_wide_kernel(
+    Y, sY_row, X, sX_row, W, RSTD, n_cols, eps, offset,
+    LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    X += row_base(row, sX_row)
+    Y += row_base(row, sY_row)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + eps)
+    tl.store(RSTD + row, rstd)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        m_col = cols < n_cols
+        n = tl.load(X + cols, mask=m_col, other=0.0).to(tl.float32) * rstd
+        if LLAMA:
+            n = n.to(Y.dtype.element_ty).to(tl.float32)
+        if HAS_W:
+            n = n * _scale(W, cols, m_col, offset, ROUND_W)
+        tl.store(Y + cols, n.to(Y.dtype.element_ty), mask=m_col)
+
+
+@triton.jit
+def backward_kernel(
+    DX, DWP, DY, sDY_row, X, sX_row, W, RSTD, n_rows, n_cols, rows_per_program, offset,
+    LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    m_col = cols < n_cols
+    dw = tl.zeros((BLOCK,), tl.float32)
+    first = pid * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        m_row = row < last
+        mask = m_row[:, None] & m_col[None, :]
+        dy = tl.load(DY + row_base(row, sDY_row)[:, None] + cols[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        x = tl.load(X + row_base(row, sX_row)[:, None] + cols[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        rstd = tl.load(RSTD + row, mask=m_row, other=0.0)
+        n = x * rstd[:, None]
+        if NEED_DW:
+            rounded = n.to(X.dtype.element_ty).to(tl.float32) if LLAMA else n
+            dw += tl.sum(dy * rounded, axis=0)
+        if NEED_DX:
+            g = dy
+            if HAS_W:
+                g = dy * _scale(W, cols, m_col, offset, ROUND_W)[None, :]
+            mean = tl.sum(g * n, axis=1) / n_cols
+            dx = rstd[:, None] * (g - n * mean[:, None])
+            tl.store(
+                DX + row_base(row, n_cols)[:, None] + cols[None, :],
+                dx.to(DX.dtype.element_ty),
+                mask=mask,
+            )
+    if NEED_DW:
+        tl.store(DWP + pid * n_cols + cols, dw, mask=m_col)
+
+
+@triton.jit
+def dx_wide_kernel(
+    DX, DY, sDY_row, X, sX_row, W, RSTD, n_cols, offset,
+    HAS_W: tl.constexpr, ROUND_W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    DX += row_base(row, n_cols)
+    DY += row_base(row, sDY_row)
+    X += row_base(row, sX_row)
+    rstd = tl.load(RSTD + row)
+    dot = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        m_col = cols < n_cols
+        g = tl.load(DY + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(X + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if HAS_W:
+            g = g * _scale(W, cols, m_col, offset, ROUND_W)
+        dot += g * x * rstd
+    mean = tl.sum(dot, axis=0) / n_cols
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        m_col = cols < n_cols
+        g = tl.load(DY + cols, mask=m_col, other=0.0).to(tl.float32)
+        x = tl.load(X + cols, mask=m_col, other=0.0).to(tl.float32)
+        if HAS_W:
+            g = g * _scale(W, cols, m_col, offset, ROUND_W)
+        tl.store(DX + cols, (rstd * (g - x * rstd * mean)).to(DX.dtype.element_ty), mask=m_col)
+
+
+@triton.jit
+def dw_wide_kernel(
+    DWP, DY, sDY_row, X, sX_row, RSTD, n_rows, n_cols, rows_per_program,
+    LLAMA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_col = cols < n_cols
+    dw = tl.zeros((BLOCK,), tl.float32)
+    first = part * rows_per_program
+    for row in range(first, tl.minimum(first + rows_per_program, n_rows)):
+        dy = tl.load(DY + row_base(row, sDY_row) + cols, mask=m_col, other=0.0).to(tl.float32)
+        n = tl.load(X + row_base(row, sX_row) + cols, mask=m_col, other=0.0).to(
+            tl.float32
+        ) * tl.load(RSTD + row)
+        if LLAMA:
+            n = n.to(X.dtype.element_ty).to(tl.float32)
+        dw += dy * n
+    tl.store(DWP + row_base(part, n_cols) + cols, dw, mask=m_col)

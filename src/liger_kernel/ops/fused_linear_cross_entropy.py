@@ -1,0 +1,338 @@
+"""Linear layer and cross entropy without the logits.
+
+    z = post_scale * softcap(pre_scale * (h W^T + b)) / temperature     loss = cross_entropy(z, target)
+    h: [N, H]   W: [V, H]   b: [V]   target: [N]                        every option of `cross_entropy`
+
+Three matrix products: for "mean" and "sum" the gradients dh and dW are made in the forward pass, chunk by chunk
+(`ops.head.engine`), and handed over in backward. "none" recomputes the chunks in backward with the real per-token
+upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before the gradient is rounded.
+
+Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within `memory_budget`,
+        by default 0.5 % of device memory within 128..640 MiB (64 MiB on a CPU).
+        accum_dtype=None accumulates dW in the weight's dtype, one rounding a chunk; up to 8 chunks that stays below the
+        rounding of 16-bit logits. torch.float32 rounds once and takes 4 V H bytes more while it runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops import cross_entropy as ce
+from liger_kernel.ops._ce_batch import denominators
+from liger_kernel.ops._ce_kernels import ce_rows
+from liger_kernel.ops._ce_torch import ce_rows_torch
+from liger_kernel.ops._labels import check_labels
+from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
+from liger_kernel.ops._scale import scale_
+from liger_kernel.ops.cross_entropy import CrossEntropyOutput
+from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
+from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.plan import resolve_budget
+
+# 1 reference
+
+
+def reference(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None, *,
+    pre_scale: float = 1.0, softcap: float | None = None, post_scale: float = 1.0, temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None, memory_budget: Any = None, num_valid: int | None = None, **options: Any,
+) -> CrossEntropyOutput:  # fmt: skip
+    """The definition: logits in the inputs' dtype, then their transforms and the loss in fp32."""
+    z = torch.nn.functional.linear(
+        input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
+    )
+    x = pre_scale * z.to(compute_dtype(z))
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    return ce.reference(x * (post_scale / temperature), target, ce_weight, **options)
+
+
+# 2 launch
+
+
+def _fake_forward(hidden, weight, target, bias, ce_weight, upstream, *rest):
+    need_dh, need_dw, need_db, reduction = *rest[-3:], rest[3]
+    want_z, want_accuracy, want_prediction = rest[9:12]
+    each = hidden.shape[:-1] if reduction == "none" else ()
+
+    def like(source: Tensor | None, wanted: bool) -> Tensor:
+        return (
+            hidden.new_empty(0) if source is None or not wanted else source.new_empty(source.shape)
+        )
+
+    return (
+        hidden.new_empty(each, dtype=torch.float32),
+        hidden.new_empty(each if want_z else 0, dtype=torch.float32),
+        hidden.new_empty(each if want_accuracy else 0, dtype=torch.float32),
+        hidden.new_empty(hidden.shape[:-1] if want_prediction else 0, dtype=torch.int64),
+        like(hidden, need_dh), like(weight, need_dw), like(bias, need_db),
+    )  # fmt: skip
+
+
+@named(
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? upstream, int ignore_index,"
+    " float label_smoothing, float lse_square_scale, str reduction, float pre_scale, float? softcap, float post_scale,"
+    " ScalarType? accum_dtype, bool token_scaling, bool want_z, bool want_accuracy, bool want_prediction, int budget,"
+    " int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_forward,
+)
+def head_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None,
+    upstream: Tensor | None, ignore_index: int, label_smoothing: float, lse_square_scale: float, reduction: str,
+    pre_scale: float, softcap: float | None, post_scale: float, accum_dtype: torch.dtype | None,
+    token_scaling: bool, want_z: bool, want_accuracy: bool, want_prediction: bool, budget: int,
+    num_valid: int | None, kernels: bool, need_dh: bool, need_dw: bool, need_db: bool,
+) -> Any:  # fmt: skip
+    """-> loss, z, accuracy, predictions (empty where not wanted), dh, dw, db (empty where not needed).
+
+    upstream: gradient of the loss as given, scalar or `[N]`; None for 1.
+    """
+    labels, vocab = target.reshape(-1), weight.shape[0]
+    n = labels.numel()
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
+    keep = valid_tokens(labels, ignore_index, num_valid)
+    wide = compute_dtype(hidden)
+    scales = denominators(labels, ce_weight, ignore_index, reduction, vocab, wide)
+    rows = ce_rows if kernels else ce_rows_torch
+    each = None if upstream is None else upstream.reshape(-1).expand(n)
+    weight_sum = ce_weight.sum(dtype=wide) if ce_weight is not None and label_smoothing else None
+
+    def per_row(
+        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
+    ) -> Any:
+        def part(of: Tensor) -> Tensor:
+            return of[start:stop] if index is None else of.index_select(0, index)
+
+        return rows(
+            logits, part(labels), ce_weight, scales, None if each is None else part(each), out, V=vocab,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale,
+            pre_scale=pre_scale, softcap=softcap, post_scale=post_scale, token_scaling=token_scaling,
+            weight_sum=weight_sum, want_argmax=want_accuracy or want_prediction,
+        )  # fmt: skip
+
+    wanted = Wanted(need_dh, need_dw, need_db)
+    found, grads = run(
+        hidden, head, per_row, wanted, keep=keep, budget=budget, accum_dtype=accum_dtype
+    )
+
+    def gathered(name: str, absent: float = 0) -> Tensor:
+        parts = [getattr(stats, name) for stats in found]
+        values = torch.cat(parts) if parts else hidden.new_empty(0, dtype=wide)
+        if keep is None:
+            return values
+        return values.new_full((n,), absent).index_copy_(0, keep, values)
+
+    def reduced(each: Tensor, wanted: bool) -> Tensor:
+        if not wanted:
+            return each.new_empty(0)
+        return each.view(target.shape) if reduction == "none" else each.sum()
+
+    correct = gathered("correct") if want_accuracy else scales.new_empty(0)
+    if want_accuracy and reduction != "none":
+        correct = correct * denominators(labels, None, ignore_index, "mean", vocab, wide)[0]
+    predicted = (
+        gathered("predicted", -1).view(target.shape) if want_prediction else labels.new_empty(0)
+    )
+    z = gathered("z") if want_z else correct
+    return (
+        reduced(gathered("loss"), True), reduced(z, want_z), reduced(correct, want_accuracy), predicted,
+        *(hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)),
+    )  # fmt: skip
+
+
+# 3 op
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None,
+        options: dict[str, Any], kernels: bool, train: bool,
+    ) -> Any:  # fmt: skip
+        ctx.save_for_backward(hidden, weight, target, bias, ce_weight)
+        ctx.options = {**options, "kernels": kernels}
+        ctx.needed = tuple(ctx.needs_input_grad[i] for i in (0, 1, 3))
+        late = options["reduction"] == "none" or hidden.dtype == torch.float16
+        early = tuple(needed and train and not late for needed in ctx.needed)
+        loss, z, accuracy, predicted, *grads = fused_linear_cross_entropy_forward(
+            hidden, weight, target, ce_weight, bias, **ctx.options, needed=early
+        )
+        ctx.ready = grads if any(early) else None
+        ctx.mark_non_differentiable(*(t for t in (z, accuracy, predicted) if t is not None))
+        return loss, z, accuracy, predicted
+
+    @staticmethod
+    @first_order("fused_linear_cross_entropy")
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+        # The first backward hands the buffers over, so that nobody else holds them; a second one makes them anew.
+        ready, ctx.ready = ctx.ready, None
+        if ready is None:
+            hidden, weight, target, bias, ce_weight = ctx.saved_tensors
+            dh, dw, db = fused_linear_cross_entropy_forward(
+                hidden, weight, target, ce_weight, bias, **ctx.options, token_grad_output=dloss, needed=ctx.needed
+            )[4:]  # fmt: skip
+        else:
+            dh, dw, db = fused_linear_cross_entropy_backward(dloss, *ready)
+        return dh, dw, None, db, None, None, None, None
+
+
+def fused_linear_cross_entropy_forward(
+    _input: Tensor, weight: Tensor, target: Tensor, ce_weight: Tensor | None = None, bias: Tensor | None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ce_impl: str | None = None, ce_mode: str | None = None, token_grad_output: Tensor | None = None,
+    compute_gradients: bool | None = None, weight_requires_grad: bool | None = None, chunk_mem_const: int = 1, *,
+    pre_scale: float = 1.0, post_scale: float = 1.0, memory_budget: int | float | str | None = None,
+    num_valid: int | None = None, kernels: bool | None = None, needed: tuple[bool, bool, bool] | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """One pass without autograd: -> loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias.
+
+    needed says which gradients to make; by default those of tensors that require one, all or none of them under
+    compute_gradients, the weight's under weight_requires_grad. token_grad_output is the upstream gradient, scalar or one a
+    token. kernels chooses the path, by default as the op would. ce_impl, ce_mode and chunk_mem_const have no meaning here.
+    """
+    if needed is None:
+        wants = [t is not None and t.requires_grad for t in (_input, weight, bias)]
+        wants = wants if compute_gradients is None else [compute_gradients] * 3
+        needed = (
+            wants[0],
+            wants[1] if weight_requires_grad is None else weight_requires_grad,
+            wants[2],
+        )
+    if kernels is None:
+        kernels = OP.why_not(_input, weight, target, bias, ce_weight) is None
+    loss, z, accuracy, predicted, dh, dw, db = head_cross_entropy(
+        _input, weight, target, bias, ce_weight, token_grad_output, ignore_index, label_smoothing, lse_square_scale,
+        reduction, pre_scale, softcap, post_scale, accum_dtype, use_token_scaling, return_z_loss,
+        return_token_accuracy, return_predicted_tokens, resolve_budget(memory_budget, _input.device), num_valid,
+        kernels, needed[0], needed[1], needed[2] and bias is not None,
+    )  # fmt: skip
+    return (
+        loss,
+        z if return_z_loss else None,
+        accuracy if return_token_accuracy else None,
+        predicted if return_predicted_tokens else None,
+        dh if needed[0] else None,
+        dw if needed[1] else None,
+        db if needed[2] and bias is not None else None,
+    )
+
+
+def fused_linear_cross_entropy_backward(
+    grad_output: Tensor,
+    grad_input: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a pass times the loss's own, in their buffers: -> grad_input, grad_weight, grad_bias."""
+    grads = (grad_input, grad_weight, grad_bias)
+    return tuple(None if g is None else scale_(g, grad_output) for g in grads)
+
+
+def supports(*_: Any) -> str | None:
+    """Every size; dtypes and devices are judged by `Op`."""
+    return None
+
+
+def cost(hidden: Tensor, weight: Tensor, *_: Any) -> Cost:
+    """Three products of N x H x V; the transient chunk of logits is the plan's, not counted in `saved`."""
+    n, v, h = hidden.numel() // hidden.shape[-1], *weight.shape
+    size = hidden.numel() * hidden.element_size() + weight.numel() * weight.element_size()
+    return Cost(size, size, saved=size, flops=6 * n * v * h)
+
+
+OP = Op(
+    "fused_linear_cross_entropy",
+    reference,
+    fallback=lambda *args: _FusedLinearCrossEntropy.apply(*args[:-1], False, args[-1]),
+    function=lambda *args: _FusedLinearCrossEntropy.apply(*args[:-1], True, args[-1]),
+    supports=supports,
+    cost=cost,
+)
+
+# 4 public
+
+
+def fused_linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, lse_square_scale: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, temperature: float = 1.0,
+    return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    memory_budget: int | float | str | None = None, num_valid: int | None = None, impl: str | None = None,
+) -> CrossEntropyOutput:  # fmt: skip
+    """Cross entropy of a linear head's logits, which never exist as a whole.
+
+    Args:
+        input: hidden states `[N, H]` or `[*, H]`, any strides; fp16, bf16, fp32 (fp64 on the torch path).
+        weight: `[V, H]`; tied, frozen, or of another dtype (it is then cast to the input's for the products, and its
+            gradient accumulates in its own dtype).
+        target: `[N]` or `[*]` class indices; `ignore_index` where there is none.
+        bias: `[V]` or None.
+        ce_weight: `[V]` class weights of the loss, or None.
+        ignore_index, label_smoothing, lse_square_scale, reduction: as in `cross_entropy`.
+        softcap, pre_scale, post_scale, temperature: the transforms between product and logits, see the module.
+        accum_dtype: where dW is summed over chunks; None for the weight's dtype, torch.float32 for a single rounding.
+        use_token_scaling: multiply each token's loss by the probability of its target, held constant.
+        memory_budget: bytes for the chunk of logits, "256M", or a share of device memory in (0, 1).
+        num_valid: exact number of targets that are not ignored, if known: saves the one synchronisation.
+        impl: "triton" or "torch" for this call, None for the default choice.
+    Returns:
+        CrossEntropyOutput: loss fp32 (scalar, or `[*]` for "none"), and where asked z_loss, token_accuracy (fp32) and
+        predicted_tokens (int64, -1 on ignored). No valid token: 0, with zero gradients. Only loss is differentiable,
+        in input, weight and bias.
+    Memory:
+        See the module. Under autocast the products run in its dtype.
+    Raises:
+        ValueError: shapes that do not fit, an empty or flat (sharded) weight, options out of range.
+        IndexError: on a CPU, a target that is neither a class nor `ignore_index`; elsewhere that row becomes NaN
+            (LIGER_KERNEL_VALIDATE=1 raises there too).
+    """
+    name = OP.name
+    HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature).check(input, name)
+    require(
+        target.numel() == input.shape[:-1].numel(),
+        f"{name}: target must hold one label for each row of input {list(input.shape)}; got {list(target.shape)}.",
+    )
+    ce.check_options(name, weight.shape[0], ce_weight, label_smoothing, reduction, softcap)
+    check_labels(name, target, weight.shape[0], ignore_index)
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.to(torch.get_autocast_dtype(input.device.type))
+    options = {
+        "ignore_index": ignore_index, "label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale,
+        "reduction": reduction, "pre_scale": pre_scale, "softcap": softcap, "post_scale": post_scale / temperature,
+        "accum_dtype": accum_dtype, "use_token_scaling": use_token_scaling, "return_z_loss": return_z_loss,
+        "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
+        "memory_budget": resolve_budget(memory_budget, input.device), "num_valid": num_valid,
+    }  # fmt: skip
+    train = torch.is_grad_enabled()
+    return CrossEntropyOutput(
+        *OP(input, weight, target, bias, ce_weight, options, train, impl=impl)
+    )
+
+
+class LigerFusedLinearCrossEntropyFunction:
+    """The op under the name and argument order of the contract."""
+
+    supports_inner_impl_dispatch = True
+
+    @staticmethod
+    def apply(
+        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
+        ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0,
+        reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False, ce_impl: str | None = None, ce_mode: str | None = None,
+        chunk_mem_const: int = 1,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """-> loss, z_loss, token_accuracy, predicted_tokens; None where not asked for."""
+        found = fused_linear_cross_entropy(
+            _input, weight, target, bias, ce_weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
+            lse_square_scale=lse_square_scale, reduction=reduction, softcap=softcap, return_z_loss=return_z_loss,
+            accum_dtype=accum_dtype, use_token_scaling=use_token_scaling,
+            return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens, impl=ce_impl,
+        )  # fmt: skip
+        return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens

@@ -1,0 +1,157 @@
+"""Chunks of tokens through the head: product, rows, two products back.
+
+    z = h W^T + b        [C, V] in a reused buffer         a plain matrix product
+    loss, dz             in place over the buffer          one kernel (`ops.cross_entropy.ce_rows`)
+    dh = dz W            dW += dz^T h        db += sum dz  plain matrix products
+
+Ignored tokens are dropped before the first product: supervised batches mask 30-80 % of their
+labels. The count of what is left is the one value the host waits for; a hint (`num_valid`), a
+captured CUDA graph or a batch without ignored tokens skips it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel import _env
+from liger_kernel.ops._op import rows
+from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.plan import Plan, plan
+
+_WORTH_DROPPING = 0.98  # gather only when fewer than this share of the tokens is valid
+RowKernel = Callable[[Tensor, int, int, Tensor | None, Tensor | None], Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a pass must produce."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+@dataclass
+class Gradients:
+    """Gradients of the head's inputs; None where not wanted."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def valid_tokens(target: Tensor, ignore_index: int, num_valid: int | None) -> Tensor | None:
+    """Positions of the tokens that count, or None for "take all of them": few are ignored, or
+    nobody may wait.
+    """
+    n = target.numel()
+    if n == 0 or _env.capturing(target.device) or (num_valid or 0) > _WORTH_DROPPING * n:
+        return None
+    keep = target != ignore_index
+    if num_valid is not None:
+        return torch.nonzero_static(keep, size=num_valid, fill_value=0).view(-1)
+    kept = keep.nonzero().view(-1)  # waits for the count
+    return None if kept.numel() > _WORTH_DROPPING * n else kept
+
+
+def run(
+    hidden: Tensor, head: HeadParams, per_row: RowKernel, wanted: Wanted, *,
+    keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None,
+) -> tuple[list[Any], Gradients]:  # fmt: skip
+    """Send every (kept) token of hidden `[*, H]` through the head.
+
+    per_row(logits, start, stop, index, out) gets a chunk of logits `[C, V]`, its place among the kept tokens and, if
+    tokens were dropped, their positions in the batch; out is None, or where to leave the gradient of the logits.
+    Returns what per_row returned for every chunk, and the gradients.
+    """
+    h = rows(hidden)
+    cast = replace(
+        head,
+        weight=head.weight.to(h.dtype),
+        bias=None if head.bias is None else head.bias.to(h.dtype),
+    )
+    vocab, width = cast.weight.shape
+    n = h.shape[0] if keep is None else keep.numel()
+    todo = plan(n, vocab, width, h.element_size(), budget, gather=keep is not None)
+    sums = _Sums(h, cast, head, wanted, todo, accum_dtype, hidden.shape, keep is not None)
+    buffer = torch.empty((todo.rows, todo.row_stride), dtype=h.dtype, device=h.device)
+    found = []
+    with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
+        for start, stop in todo.slices():
+            index = None if keep is None else keep[start:stop]
+            x = h[start:stop] if index is None else h.index_select(0, index)
+            logits = buffer[: stop - start, :vocab]
+            if cast.bias is None:
+                torch.mm(x, cast.weight.t(), out=logits)
+            else:
+                torch.addmm(cast.bias, x, cast.weight.t(), out=logits)
+            found.append(per_row(logits, start, stop, index, logits if wanted.any else None))
+            if wanted.any:
+                sums.add(logits, x, start, stop, index)
+        return found, sums.finish()
+
+
+class _Sums:
+    """The gradient buffers, filled chunk by chunk."""
+
+    def __init__(
+        self, h: Tensor, cast: HeadParams, head: HeadParams, wanted: Wanted, todo: Plan,
+        accum_dtype: torch.dtype | None, hidden_shape: torch.Size, dropped: bool,
+    ):  # fmt: skip
+        self.cast, self.head, self.hidden_shape = cast, head, hidden_shape
+        shape, device = cast.weight.shape, h.device
+        # One chunk is rounded once by the product itself: an accumulator would add nothing.
+        wide = head.weight.dtype if accum_dtype is None or todo.chunks == 1 else accum_dtype
+        make = torch.zeros if dropped else torch.empty
+        self.dh = make(h.shape, dtype=h.dtype, device=device) if wanted.hidden else None
+        start = torch.empty if todo.tokens else torch.zeros
+        self.dw = start(shape, dtype=wide, device=device) if wanted.weight else None
+        self.db = torch.zeros(shape[0], dtype=torch.float32, device=device) if wanted.bias else None
+        if h.dtype == torch.float64 and self.db is not None:
+            self.db = self.db.double()
+
+    def add(self, dz: Tensor, x: Tensor, start: int, stop: int, index: Tensor | None) -> None:
+        if self.dh is not None:
+            if index is None:
+                torch.mm(dz, self.cast.weight, out=self.dh[start:stop])
+            else:
+                self.dh.index_copy_(0, index, torch.mm(dz, self.cast.weight))
+        if self.dw is not None:
+            _accumulate(self.dw, dz.t(), x, first=start == 0)
+        if self.db is not None:
+            self.db += dz.sum(0, dtype=self.db.dtype)
+
+    def finish(self) -> Gradients:
+        dw, db, bias = self.dw, self.db, self.head.bias
+        return Gradients(
+            None if self.dh is None else self.dh.view(self.hidden_shape),
+            None if dw is None else dw.to(self.head.weight.dtype),
+            None if db is None or bias is None else db.to(bias.dtype),
+        )
+
+
+def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total (+)= a @ b, accumulated in the product's fp32 registers and rounded once to total's
+    dtype.
+    """
+    if total.dtype == a.dtype:
+        if first:
+            torch.mm(a, b, out=total)
+        else:
+            total.addmm_(a, b)
+    elif _env.mixed_products(a.device):
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(a.to(total.dtype) @ b.to(total.dtype))
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

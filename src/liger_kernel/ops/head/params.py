@@ -1,0 +1,58 @@
+"""What the engine accepts as a head: a weight, perhaps a bias, and the transforms between product
+and logits.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from liger_kernel.ops._op import require
+
+
+@dataclass(frozen=True)
+class HeadParams:
+    """logits z = post_scale * softcap(pre_scale * (h W^T + b)) / temperature,   softcap(u) = cap *
+    tanh(u / cap)
+
+    weight: `[V, H]`   bias: `[V]` or None. Scales on both sides of the cap exist in the wild
+    (Cohere, Granite, Falcon-H1 multiply; Gemma 2 caps; MuseGlimmer does both).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    pre_scale: float = 1.0
+    softcap: float | None = None
+    post_scale: float = 1.0
+    temperature: float = 1.0
+
+    def check(self, hidden: Tensor, op: str) -> None:
+        """ValueError if these cannot be the head of `hidden` `[*, H]`: also the last guard against
+        a sharded weight.
+        """
+        w, b = self.weight, self.bias
+        require(
+            w.dim() == 2 and w.shape[0] > 0,
+            f"{op}: the head weight must be [V, H]; got {list(w.shape)}. An empty or one-dimensional weight is a "
+            "shard: call the loss inside the head module's forward, where FSDP and ZeRO-3 have gathered it.",
+        )
+        require(
+            hidden.dim() >= 1 and hidden.shape[-1] == w.shape[1],
+            f"{op}: hidden states have width {hidden.shape[-1] if hidden.dim() else 0}, the head weight "
+            f"{list(w.shape)} takes {w.shape[1]}.",
+        )
+        require(
+            b is None or b.shape == w.shape[:1],
+            f"{op}: bias must be [{w.shape[0]}]; got {None if b is None else list(b.shape)}.",
+        )
+        for name in ("pre_scale", "post_scale"):
+            value = getattr(self, name)
+            require(math.isfinite(value), f"{op}: {name} must be finite; got {value}.")
+        require(
+            self.softcap is None or self.softcap > 0,
+            f"{op}: softcap must be positive or None; got {self.softcap}.",
+        )
+        require(
+            math.isfinite(self.temperature) and self.temperature > 0,
+            f"{op}: temperature must be positive; got {self.temperature}.",
+        )

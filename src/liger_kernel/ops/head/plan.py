@@ -1,0 +1,86 @@
+"""How many tokens at a time: the memory plan of the engine.
+
+One chunk when its logits fit the budget. Otherwise balanced chunks, never a thin tail; if the
+budget asks for more than eight, up to twice the budget is taken to come down to eight, because
+every further chunk reads and writes the whole `[V, H]` gradient once more. The plan depends on
+sizes alone, never on free memory, so runs repeat.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from liger_kernel import _env
+from liger_kernel.ops._triton import cdiv
+
+MAX_CHUNKS = 8  # up to here bf16 accumulation of dW stays within the tolerance rule
+_UNIT = 128  # rows of a matrix product's tile
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`chunks` x `rows` cover `tokens`; `row_stride` pads the vocabulary so that every row is
+    aligned.
+    """
+
+    tokens: int
+    rows: int
+    chunks: int
+    row_stride: int
+    buffer_bytes: int
+
+    def slices(self) -> list[tuple[int, int]]:
+        """Start and stop of every chunk."""
+        starts = range(0, self.tokens, self.rows)
+        return [(s, min(s + self.rows, self.tokens)) for s in starts]
+
+    def __str__(self) -> str:
+        size = self.buffer_bytes / _env.MIB
+        return f"{self.tokens} tokens in {self.chunks} chunk(s) of {self.rows}, {size:.0f} MiB"
+
+
+def plan(
+    tokens: int, vocab: int, hidden: int, itemsize: int, budget: int, gather: bool = False
+) -> Plan:
+    """The plan for `tokens` rows of `vocab` logits of `itemsize` bytes within `budget` bytes.
+
+    gather: rows are copied out of a longer batch first (ignored tokens dropped), which takes 2 *
+    hidden more a row.
+    """
+    row_stride = cdiv(vocab, 64) * 64 if vocab >= 64 else vocab
+    row_bytes = (row_stride + 2 * hidden * gather) * itemsize
+    most = _fit(budget // row_bytes)
+    chunks = max(cdiv(tokens, most), 1)
+    if chunks > MAX_CHUNKS:
+        chunks = max(cdiv(tokens, _fit(2 * budget // row_bytes)), MAX_CHUNKS)
+    rows = tokens if chunks == 1 else _round_up(cdiv(tokens, chunks), _UNIT if most >= _UNIT else 8)
+    return Plan(tokens, max(rows, 1), cdiv(tokens, max(rows, 1)), row_stride, rows * row_bytes)
+
+
+def resolve_budget(asked: int | float | str | None, device: torch.device) -> int:
+    """Bytes from `memory_budget=`: an int or "256M" is bytes, a float in (0, 1) a share of device
+    memory, None the default.
+    """
+    if asked is None:
+        return _env.memory_budget(device)
+    if isinstance(asked, str):
+        return _env.parse_bytes(asked, "memory_budget")
+    if isinstance(asked, float) and 0 < asked < 1:
+        return int(asked * _env.device_info(device).total_memory)
+    if isinstance(asked, bool) or asked <= 0 or asked != int(asked):
+        raise ValueError(
+            "memory_budget must be a positive number of bytes, a string such as '256M', or a float in (0, 1) for a "
+            f"share of device memory; got {asked!r}."
+        )
+    return int(asked)
+
+
+def _fit(rows: int) -> int:
+    """Rows within the budget, as whole tiles where possible; never fewer than 8, whatever the
+    budget.
+    """
+    return rows // _UNIT * _UNIT if rows >= _UNIT else max(rows // 8 * 8, 8)
+
+
+def _round_up(n: int, unit: int) -> int:
+    return cdiv(n, unit) * unit

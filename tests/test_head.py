@@ -1,0 +1,269 @@
+"""The vocabulary head engine: its plan, what it drops, what it keeps, what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_kernel import _env
+from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_kernel.ops.head import plan
+from liger_kernel.ops.head.plan import MAX_CHUNKS, resolve_budget
+
+MIB = 1 << 20
+
+
+def _batch(n=24, width=16, vocab=50, masked=0.0, dtype=torch.float32, device="cpu", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, width, generator=g).to(device, dtype).requires_grad_()
+    weight = (torch.randn(vocab, width, generator=g) / 4).to(device, dtype).requires_grad_()
+    target = torch.randint(vocab, (n,), generator=g)
+    target[torch.rand(n, generator=g) < masked] = -100
+    return hidden, weight, target.to(device)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8191, 8192, 100_001])
+@pytest.mark.parametrize("vocab", [1, 33, 50257, 128256, 1_000_000])
+@pytest.mark.parametrize("budget", [1, 4 * MIB, 32 * MIB, 512 * MIB, 1 << 40])
+def test_plan_covers_every_token_once_within_its_budget(tokens, vocab, budget):
+    todo = plan(tokens, vocab, 4096, 2, budget)
+    covered = [i for start, stop in todo.slices() for i in (start, stop)]
+    assert todo.chunks == len(todo.slices())
+    if tokens:
+        assert covered[0] == 0
+        assert covered[-1] == tokens
+        assert covered[1:-1:2] == covered[2::2]
+    row = 2 * todo.row_stride
+    assert todo.buffer_bytes <= max(2 * budget, 8 * row)
+    if todo.chunks > MAX_CHUNKS:
+        assert todo.rows * row * 2 >= min(
+            budget, 64 * row
+        )  # small chunks only when the budget leaves no choice
+
+
+def test_plan_of_the_published_shape():
+    todo = plan(8192, 128256, 4096, 2, 512 * MIB)
+    assert (todo.chunks, todo.rows) == (4, 2048)
+    small = plan(8192, 128256, 4096, 2, 32 * MIB)
+    assert small.rows == 256  # 64 chunks of 128 would come down by taking twice the budget
+    assert small.buffer_bytes <= 64 * MIB
+    assert plan(8192, 128256, 4096, 2, 4 << 30).chunks == 1
+
+
+def test_plan_is_balanced():
+    todo = plan(4500, 128256, 4096, 2, 512 * MIB)
+    sizes = [stop - start for start, stop in todo.slices()]
+    assert max(sizes) - min(sizes) < 128 * len(sizes)
+
+
+@pytest.mark.parametrize("asked", [64 * MIB, "64M", "64MiB", "65536K"])
+def test_budget_spellings(asked):
+    assert resolve_budget(asked, torch.device("cpu")) == 64 * MIB
+
+
+@pytest.mark.parametrize("asked", [0, -1, "many", True, 1.5])
+def test_budget_nonsense_is_refused(asked):
+    with pytest.raises(ValueError, match="memory_budget"):
+        resolve_budget(asked, torch.device("cpu"))
+
+
+def test_budget_from_the_environment(monkeypatch):
+    monkeypatch.setenv("LIGER_KERNEL_MEMORY_BUDGET", "3M")
+    assert resolve_budget(None, torch.device("cpu")) == 3 * MIB
+
+
+@pytest.fixture(params=["triton", "torch"])
+def path(request, device):
+    if request.param == "triton" and not _env.triton_runs_on(device.type):
+        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
+    with _env.using_impl(request.param):
+        yield request.param
+
+
+def test_ignored_tokens_never_reach_a_product(path, device):
+    """NaN in hidden states of ignored tokens changes nothing: they are dropped before the first product."""
+    hidden, weight, target = _batch(masked=0.5, device=device)
+    plain = fused_linear_cross_entropy(hidden, weight, target).loss
+    want = torch.autograd.grad(plain, (hidden, weight))
+    spoiled = hidden.detach().clone()
+    spoiled[target == -100] = float("nan")
+    spoiled.requires_grad_()
+    loss = fused_linear_cross_entropy(spoiled, weight, target).loss
+    got = torch.autograd.grad(loss, (spoiled, weight))
+    torch.testing.assert_close(loss, plain)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_hint_gives_the_same(path, device):
+    hidden, weight, target = _batch(masked=0.5, device=device)
+    count = int((target != -100).sum())
+    a = fused_linear_cross_entropy(hidden, weight, target).loss
+    b = fused_linear_cross_entropy(hidden, weight, target, num_valid=count).loss
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_valid_token_is_zero(reduction, path, device):
+    hidden, weight, target = _batch(device=device)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, torch.full_like(target, -100), reduction=reduction
+    ).loss
+    loss.sum().backward()
+    assert loss.abs().max() == 0
+    assert hidden.grad.abs().max() == 0
+    assert weight.grad.abs().max() == 0
+
+
+def test_per_token_upstream_gradient(path, device):
+    hidden, weight, target = _batch(masked=0.2, device=device)
+    target[0] = -100  # a first element of zero once zeroed everything elsewhere
+    upstream = torch.randn(target.shape, generator=torch.Generator().manual_seed(3)).to(device)
+    each = fused_linear_cross_entropy(
+        hidden, weight, target, reduction="none", memory_budget=4096
+    ).loss
+    got = torch.autograd.grad(each, (hidden, weight), upstream)
+    plain = F.cross_entropy(hidden @ weight.t(), target, reduction="none")
+    want = torch.autograd.grad(plain, (hidden, weight), upstream)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_backward_twice(factor, path, device):
+    hidden, weight, target = _batch(masked=0.3, device=device)
+    loss = fused_linear_cross_entropy(hidden, weight, target).loss * factor
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(loss, (hidden, weight))
+    for a, b, c in zip(first, second, kept, strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, c, rtol=0, atol=0)
+
+
+def test_frozen_inputs_still_train_the_weight(path, device):
+    hidden, weight, target = _batch(device=device)
+    loss = fused_linear_cross_entropy(hidden.detach(), weight, target).loss
+    (got,) = torch.autograd.grad(loss, weight)
+    (want,) = torch.autograd.grad(F.cross_entropy(hidden.detach() @ weight.t(), target), weight)
+    torch.testing.assert_close(got, want)
+
+
+def test_frozen_head_makes_no_weight_gradient(path, device, monkeypatch):
+    hidden, weight, target = _batch(device=device)
+    made = []
+    from liger_kernel.ops.head import engine
+
+    monkeypatch.setattr(engine, "_accumulate", lambda *a, **k: made.append(a))
+    loss = fused_linear_cross_entropy(hidden, weight.detach(), target).loss
+    (got,) = torch.autograd.grad(loss, hidden)
+    (want,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.detach().t(), target), hidden)
+    torch.testing.assert_close(got, want)
+    assert not made
+
+
+def test_no_grad_makes_no_gradient(path, device, monkeypatch):
+    hidden, weight, target = _batch(device=device)
+    from liger_kernel.ops.head import engine
+
+    monkeypatch.setattr(engine._Sums, "add", None)
+    with torch.no_grad():
+        loss = fused_linear_cross_entropy(hidden, weight, target).loss
+    torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.t(), target).detach())
+
+
+def test_autocast_runs_the_products_in_its_dtype(path, device):
+    hidden, weight, target = _batch(masked=0.2, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = fused_linear_cross_entropy(hidden, weight, target).loss
+    got = torch.autograd.grad(loss, (hidden, weight))
+    with torch.autocast(device.type, torch.bfloat16):
+        plain = F.cross_entropy(F.linear(hidden, weight).float(), target)
+    want = torch.autograd.grad(plain, (hidden, weight))
+    assert [g.dtype for g in got] == [torch.float32, torch.float32]
+    torch.testing.assert_close(loss, plain, rtol=2e-2, atol=0)
+    for g, w in zip(got, want, strict=True):
+        assert (g - w).norm() <= 2e-2 * w.norm()
+
+
+def test_mixed_dtypes(path, device):
+    hidden, weight, target = _batch(device=device)
+    low = hidden.detach().bfloat16().requires_grad_()
+    loss = fused_linear_cross_entropy(low, weight, target).loss
+    dh, dw = torch.autograd.grad(loss, (low, weight))
+    assert (dh.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
+    (want,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.t(), target), weight)
+    assert (dw - want).norm() <= 2e-2 * want.norm()
+
+
+def test_accuracy_and_predictions(path, device):
+    hidden, weight, target = _batch(masked=0.3, device=device)
+    out = fused_linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        return_token_accuracy=True,
+        return_predicted_tokens=True,
+        memory_budget=4096,
+    )
+    valid = target != -100
+    best = (hidden @ weight.t()).argmax(-1)
+    assert torch.equal(out.predicted_tokens, torch.where(valid, best, -1))
+    torch.testing.assert_close(out.token_accuracy, (best == target)[valid].float().mean())
+
+
+def test_labels_out_of_range(path, device):
+    hidden, weight, target = _batch(device=device)
+    target[3] = 50
+    if device.type == "cpu":
+        with pytest.raises(IndexError, match=r"target\[3\] is 50"):
+            fused_linear_cross_entropy(hidden, weight, target)
+    else:
+        assert fused_linear_cross_entropy(hidden, weight, target).loss.isnan()
+
+
+@pytest.mark.parametrize("chunks", [1, 8, 64])
+def test_error_of_weight_gradient_grows_slowly_with_chunks(chunks, path, device):
+    """bf16 accumulation of dW stays near a single rounding up to 8 chunks; fp32 stays there for any number."""
+    hidden, weight, target = _batch(n=512, width=32, vocab=64, dtype=torch.bfloat16, device=device)
+    truth = torch.autograd.grad(
+        F.cross_entropy(hidden.double() @ weight.double().t(), target), weight
+    )[0].double()
+    budget = 2 * 64 * 512 // chunks
+
+    def error(accum_dtype):
+        loss = fused_linear_cross_entropy(
+            hidden, weight, target, accum_dtype=accum_dtype, memory_budget=budget
+        ).loss
+        return (
+            (torch.autograd.grad(loss, weight)[0].double() - truth).norm() / truth.norm()
+        ).item()
+
+    rounding = 2.0**-8
+    assert error(torch.float32) <= 2 * rounding
+    assert error(None) <= 3 * rounding * (1 if chunks <= MAX_CHUNKS else 4)
+
+
+def test_compiles_without_a_break(path, device):
+    hidden, weight, target = _batch(masked=0.3, device=device)
+
+    def step(h, w):
+        return fused_linear_cross_entropy(h * 2, w, target).loss * 3
+
+    torch._dynamo.reset()
+    plain = torch.autograd.grad(step(hidden, weight), (hidden, weight))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    traced = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
+    for a, b in zip(plain, traced, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_one_class(path, device):
+    """V = 1: the probability is 1, so only the z-loss lse^2 = z^2 is left."""
+    hidden, weight, target = _batch(n=5, vocab=1, device=device)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, target, lse_square_scale=0.5, reduction="sum"
+    ).loss
+    want = 0.5 * (hidden @ weight.t()).square().sum()
+    torch.testing.assert_close(loss, want)
+    (got,) = torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(got, torch.autograd.grad(want, hidden)[0], rtol=1e-4, atol=1e-6)
