@@ -37,7 +37,7 @@ test-all: $(installed)
 	$(pytest) -n $(JOBS) -m "plain and not gpu" $(ARGS)
 
 test-gpu: $(installed)
-	$(pytest) -m "not slow" $(ARGS)
+	$(pytest) -p no:benchmark -n $(JOBS) -m "not slow" $(ARGS)
 
 bench: $(installed)
 	$(run) -m liger_kernel bench $(ARGS)

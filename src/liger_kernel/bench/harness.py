@@ -160,7 +160,7 @@ class Timer:
     def kernels(self, shots: Sequence[tuple[Work, str]]) -> list[float]:
         """Milliseconds of GPU kernels, copies and fills in each of these calls."""
         activity = getattr(ProfilerActivity, self.device.type.upper())
-        with profile(activities=[activity]) as profiler:
+        with profile(activities=[activity], acc_events=True) as profiler:
             for work, mode in shots:
                 prepared = work.prepare(mode)
                 self._scratch.bitwise_not_()

@@ -23,22 +23,15 @@ def _scale_kernel(X, S, n, BLOCK: tl.constexpr):
 
 
 def scale_(buffer: Tensor, factor: Tensor) -> Tensor:
-    """buffer * factor, for a contiguous buffer that nobody else holds and a 0-dim factor. The buffer is reused, and left
-    alone when factor is 1; a tracer gets a plain product instead.
+    """buffer * factor, for a contiguous buffer nobody else holds and a 0-dim factor.
+
+    The buffer is reused, and left alone when factor is 1; a compiler gets a plain product instead.
     """
-    if observed():
+    if torch.compiler.is_compiling():
         return buffer * factor
-    if not (AVAILABLE and _env.triton_runs_on(buffer.device.type)) or buffer.dtype == torch.float64:
+    fused = AVAILABLE and _env.triton_runs_on(buffer.device.type)
+    if not fused or observed() or buffer.dtype == torch.float64:
         return buffer.mul_(factor)
-    grid = (cdiv(buffer.numel(), _BLOCK),)
-    launch(
-        _scale_kernel,
-        grid,
-        buffer.device,
-        buffer,
-        factor,
-        buffer.numel(),
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+    grid, meta = (cdiv(buffer.numel(), _BLOCK),), {"BLOCK": _BLOCK, "num_warps": 8}
+    launch(_scale_kernel, grid, buffer.device, buffer, factor, buffer.numel(), **meta)
     return buffer

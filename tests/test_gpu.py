@@ -1,0 +1,122 @@
+"""What only a real accelerator can show: tensors of more than 2^31 elements, a second device, captured graphs."""
+
+import pytest
+import torch
+
+from liger_kernel import _env
+from liger_kernel.ops.cross_entropy import cross_entropy
+from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_kernel.ops.rms_norm import rms_norm
+from liger_kernel.ops.rope import rope
+from liger_kernel.ops.swiglu import swiglu, swiglu_packed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(_env.infer_device() == "cpu", reason="needs an accelerator"),
+]
+BEYOND = 1 << 31
+
+
+def _big(device, rows, columns):
+    """bf16 noise; drawn in place, so that nothing wider than it ever exists."""
+    return torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_()
+
+
+def _last_rows_agree(function, tensors, n=2):
+    """The last rows of the whole equal the same rows on their own, values and gradients."""
+    whole = [t.requires_grad_() for t in tensors]
+    tail = [t.detach()[-n:].clone().requires_grad_() for t in tensors]
+    y, y_tail = function(*whole), function(*tail)
+    assert torch.equal(y[-n:], y_tail)
+    grads = torch.autograd.grad(y, whole, torch.ones((), dtype=y.dtype, device=y.device).expand_as(y))
+    wants = torch.autograd.grad(y_tail, tail, torch.ones_like(y_tail))
+    for g, want in zip(grads, wants, strict=True):
+        assert torch.equal(g[-n:], want)
+
+
+def test_rms_norm_beyond_32_bits(device):
+    width = 4096
+    weight = torch.randn(width, dtype=torch.bfloat16, device=device)
+    _last_rows_agree(lambda x: rms_norm(x, weight), [_big(device, BEYOND // width + 3, width)])
+
+
+def test_narrow_rms_norm_beyond_32_bits(device):
+    weight = torch.randn(256, dtype=torch.bfloat16, device=device)
+    _last_rows_agree(lambda x: rms_norm(x, weight), [_big(device, BEYOND // 256 + 16, 256)], n=16)
+
+
+def test_swiglu_beyond_32_bits(device):
+    rows, width = BEYOND // 8192 + 3, 8192
+    _last_rows_agree(swiglu, [_big(device, rows, width), _big(device, rows, width)])
+    _last_rows_agree(swiglu_packed, [_big(device, BEYOND // 8192 + 3, 16384)])
+
+
+def test_rope_beyond_32_bits(device):
+    tokens, heads, dim = BEYOND // (32 * 128) + 5, 32, 128
+    x = _big(device, tokens, heads * dim).view(tokens, heads, dim)
+    cos, sin = _big(device, tokens, dim), _big(device, tokens, dim)
+    y, _ = rope(x, None, cos, sin)
+    tail, _ = rope(x[-4:].clone(), None, cos[-4:], sin[-4:])
+    assert torch.equal(y[-4:], tail)
+
+
+def test_cross_entropy_beyond_32_bits(device):
+    vocab = 128256
+    logits = _big(device, BEYOND // vocab + 5, vocab).requires_grad_()
+    target = torch.randint(vocab, (logits.shape[0],), device=device)
+    loss = cross_entropy(logits, target, reduction="none").loss
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    tail = logits.detach()[-3:].clone().requires_grad_()
+    alone = cross_entropy(tail, target[-3:], reduction="none").loss
+    assert torch.equal(loss[-3:], alone)
+    assert torch.equal(grad[-3:], torch.autograd.grad(alone.sum(), tail)[0])
+
+
+def test_head_beyond_32_bits(device):
+    """A vocabulary of a million: weight and chunk both pass 2^31 elements."""
+    vocab, width, tokens = 1_050_000, 2048, 2100
+    hidden = _big(device, tokens, width).requires_grad_()
+    weight = _big(device, vocab, width).mul_(0.02).requires_grad_()
+    target = torch.randint(vocab, (tokens,), device=device)
+    target[-1] = vocab - 1
+    one = fused_linear_cross_entropy(hidden, weight, target, memory_budget="8G").loss
+    many = fused_linear_cross_entropy(hidden, weight, target, memory_budget="1G").loss
+    torch.testing.assert_close(one, many, rtol=1e-5, atol=0)
+    (dh,) = torch.autograd.grad(one, hidden)
+    logits = hidden.detach()[-1:].float() @ weight.detach().float().t()
+    p = logits.softmax(-1)
+    p[0, vocab - 1] -= 1
+    want = (p @ weight.detach().float()) / tokens
+    assert (dh[-1:].float() - want).norm() <= 2e-2 * want.norm()
+
+
+def test_captured_graph_replays(device):
+    """Nothing in forward or backward waits for the host when a graph is being captured."""
+    hidden = torch.randn(256, 512, dtype=torch.bfloat16, device=device).requires_grad_()
+    weight = torch.randn(1000, 512, dtype=torch.bfloat16, device=device).mul_(0.05).requires_grad_()
+    norm = torch.ones(512, dtype=torch.bfloat16, device=device)
+    target = torch.randint(1000, (256,), device=device)
+    target[::3] = -100
+
+    def step():
+        loss = fused_linear_cross_entropy(rms_norm(hidden, norm), weight, target).loss
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    plain = [t.clone() for t in step()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    _env.synchronize(device)
+    for got, want in zip(captured, plain, strict=True):
+        assert (got.float() - want.float()).norm() <= 1e-2 * want.float().norm()
+
+
+@pytest.mark.skipif(_env.device_count(_env.infer_device()) < 2, reason="needs a second device")
+def test_second_device(device):
+    """Launches follow their tensors, whatever device is current."""
+    other = torch.device(device.type, 1)
+    x, w = torch.randn(5, 64), torch.randn(64)
+    here, there = (rms_norm(x.to(d), w.to(d)).cpu() for d in (device, other))
+    assert torch.equal(here, there)
+    assert _env.current_device(device.type) == device
