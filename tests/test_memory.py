@@ -88,7 +88,7 @@ def test_head_stays_within_its_budget(masked, budget, path, device):
     target = torch.randint(vocab, (tokens,), device=device)
     target[torch.rand(tokens, device=device) < masked] = -100
     kept = int((target != -100).sum()) if masked else tokens
-    todo = plan(kept, vocab, width, 4, budget, gather=masked > 0)
+    todo = plan(kept, vocab, width, 4, budget, gather=masked > 0, align=64)
 
     def loss():
         return fused_linear_cross_entropy.fused_linear_cross_entropy(

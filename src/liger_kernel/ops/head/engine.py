@@ -79,7 +79,9 @@ def run(
     )
     vocab, width = cast.weight.shape
     n = h.shape[0] if keep is None else keep.numel()
-    todo = plan(n, vocab, width, h.element_size(), budget, gather=keep is not None)
+    # On a CPU unpadded: torch.mm of bf16 reads the padding there (2.13, AMX), and NaN in it spoils the product.
+    align = 1 if h.device.type == "cpu" else 64
+    todo = plan(n, vocab, width, h.element_size(), budget, gather=keep is not None, align=align)
     sums = _Sums(h, cast, head, wanted, todo, accum_dtype, hidden.shape, keep is not None)
     buffer = torch.empty((todo.rows, todo.row_stride), dtype=h.dtype, device=h.device)
     found = []

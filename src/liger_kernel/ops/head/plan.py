@@ -40,14 +40,21 @@ class Plan:
 
 
 def plan(
-    tokens: int, vocab: int, hidden: int, itemsize: int, budget: int, gather: bool = False
+    tokens: int,
+    vocab: int,
+    hidden: int,
+    itemsize: int,
+    budget: int,
+    gather: bool = False,
+    align: int = 64,
 ) -> Plan:
     """The plan for `tokens` rows of `vocab` logits of `itemsize` bytes within `budget` bytes.
 
+    align: rows start at multiples of this many elements, so that a vocabulary of 50257 keeps wide accesses.
     gather: rows are copied out of a longer batch first (ignored tokens dropped), which takes 2 *
     hidden more a row.
     """
-    row_stride = cdiv(vocab, 64) * 64 if vocab >= 64 else vocab
+    row_stride = _round_up(vocab, align) if vocab >= align else vocab
     row_bytes = (row_stride + 2 * hidden * gather) * itemsize
     most = _fit(budget // row_bytes)
     chunks = max(cdiv(tokens, most), 1)

@@ -1,0 +1,1 @@
+"""Losses and output classes of patched models."""
