@@ -28,7 +28,9 @@ def _last_rows_agree(function, tensors, n=2):
     tail = [t.detach()[-n:].clone().requires_grad_() for t in tensors]
     y, y_tail = function(*whole), function(*tail)
     assert torch.equal(y[-n:], y_tail)
-    grads = torch.autograd.grad(y, whole, torch.ones((), dtype=y.dtype, device=y.device).expand_as(y))
+    grads = torch.autograd.grad(
+        y, whole, torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
+    )
     wants = torch.autograd.grad(y_tail, tail, torch.ones_like(y_tail))
     for g, want in zip(grads, wants, strict=True):
         assert torch.equal(g[-n:], want)
@@ -103,6 +105,13 @@ def test_captured_graph_replays(device):
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
     plain = [t.clone() for t in step()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is made on first use must not be made while capturing
+        for labels in (target, torch.zeros_like(target)):
+            loss = fused_linear_cross_entropy(rms_norm(hidden, norm), weight, labels).loss
+            torch.autograd.grad(loss, (hidden, weight))
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

@@ -8,7 +8,14 @@ import torch
 
 from liger_kernel import _env
 from liger_kernel.bench.memory import PeakMemory
-from liger_kernel.ops import cross_entropy, fused_linear_cross_entropy, geglu, rms_norm, rope, swiglu
+from liger_kernel.ops import (
+    cross_entropy,
+    fused_linear_cross_entropy,
+    geglu,
+    rms_norm,
+    rope,
+    swiglu,
+)
 from liger_kernel.ops.head.plan import plan
 
 SLACK = 64 << 10  # rounding of the allocator, per-program partial sums of a small problem
@@ -67,7 +74,9 @@ def test_rope_keeps_its_tables_only(device):
     cos, sin = torch.randn(64, 64, device=device), torch.randn(64, 64, device=device)
 
     def packed():
-        return torch.cat(rope.rope(q, k, cos, sin), dim=1)  # one more copy of both, and views of its gradient
+        return torch.cat(
+            rope.rope(q, k, cos, sin), dim=1
+        )  # one more copy of both, and views of its gradient
 
     assert _peak(packed, device, q, k) <= 3 * _size(q, k) + SLACK
 
@@ -76,7 +85,9 @@ def test_cross_entropy_keeps_one_gradient(path, device):
     (logits,) = _draw(device, (64, 8192))
     target = torch.randint(8192, (64,), device=device)
     peak = _peak(lambda: cross_entropy.cross_entropy(logits, target).loss, device, logits)
-    small_copies = 2 * 4 * (1 << 21) if path == "torch" else 0  # the fallback works on 2M logits at a time
+    small_copies = (
+        2 * 4 * (1 << 21) if path == "torch" else 0
+    )  # the fallback works on 2M logits at a time
     assert peak <= _size(logits) + min(small_copies, 3 * _size(logits)) + SLACK
 
 

@@ -7,14 +7,15 @@ from liger_kernel.ops._triton import tl, triton
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-SQRT_2_OVER_PI: tl.constexpr = tl.constexpr(0.7978845608028654)
 SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI: tl.constexpr = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
 def row_base(row, stride):
-    """Element offset of a row (or of a vector of rows), in 64 bits: row * stride passes 2^31 in real batches."""
+    """Element offset of a row (or of a vector of rows), in 64 bits: row * stride passes 2^31 in
+    real batches.
+    """
     return tl.cast(row, tl.int64) * stride
 
 
@@ -24,13 +25,22 @@ def exp(x):
 
 
 @triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+def tanh(x):
+    """1 - 2 / (1 + e^2x): saturates to +-1 on both sides. Below 0.04 the odd series, where the
+    form above cancels.
+    """
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    near = x * (1.0 - x * x * (0.3333333333333333 - x * x * 0.13333333333333333))
+    return tl.where(tl.abs(x) < 0.04, near, far)
 
 
 @triton.jit
-def tanh(x):
-    """1 - 2 / (1 + e^2x): saturates to +-1 on both sides. Below 0.04 the odd series, where the form above cancels."""
-    far = 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2E * x))
+def tanh_and_slope(x):
+    """tanh(x) and its derivative 1 - tanh(x)^2 = 4q / (1 + q)^2, q = e^-2|x|, which keeps its digits
+    where tanh saturates.
+    """
+    q = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    scale = 1.0 / (1.0 + q)
+    far = tl.where(x < 0.0, (q - 1.0) * scale, (1.0 - q) * scale)
     near = x * (1.0 - x * x * (0.3333333333333333 - x * x * 0.13333333333333333))
-    return tl.where(tl.abs(x) < 0.04, near, far)
+    return tl.where(tl.abs(x) < 0.04, near, far), 4.0 * q * scale * scale

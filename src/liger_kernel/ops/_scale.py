@@ -9,17 +9,19 @@ from liger_kernel.ops._op import observed
 from liger_kernel.ops._triton import AVAILABLE, cdiv, launch, tl, triton
 
 _BLOCK = 4096
+_PER_SM = 8  # few programs: when factor is 1 each of them reads it and ends
 
 
 @triton.jit
-def _scale_kernel(X, S, n, BLOCK: tl.constexpr):
+def _scale_kernel(X, S, n, share, BLOCK: tl.constexpr):
     factor = tl.load(S).to(tl.float32)
     if factor != 1.0:
-        X += row_base(tl.program_id(0), BLOCK)
-        left = n - row_base(tl.program_id(0), BLOCK)
-        at = tl.arange(0, BLOCK)
-        x = tl.load(X + at, mask=at < left, other=0.0).to(tl.float32)
-        tl.store(X + at, (x * factor).to(X.dtype.element_ty), mask=at < left)
+        first = row_base(tl.program_id(0), share)
+        for start in range(0, share, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            mask = (at < share) & (at < n - first)
+            x = tl.load(X + first + at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(X + first + at, (x * factor).to(X.dtype.element_ty), mask=mask)
 
 
 def scale_(buffer: Tensor, factor: Tensor) -> Tensor:
@@ -32,6 +34,9 @@ def scale_(buffer: Tensor, factor: Tensor) -> Tensor:
     fused = AVAILABLE and _env.triton_runs_on(buffer.device.type)
     if not fused or observed() or buffer.dtype == torch.float64:
         return buffer.mul_(factor)
-    grid, meta = (cdiv(buffer.numel(), _BLOCK),), {"BLOCK": _BLOCK, "num_warps": 8}
-    launch(_scale_kernel, grid, buffer.device, buffer, factor, buffer.numel(), **meta)
+    n, meta = buffer.numel(), {"BLOCK": _BLOCK, "num_warps": 8}
+    programs = min(cdiv(n, _BLOCK), _PER_SM * _env.device_info(buffer.device).sm_count)
+    share = cdiv(cdiv(n, max(programs, 1)), _BLOCK) * _BLOCK  # contiguous, below 2^31
+    grid = (cdiv(n, max(share, 1)),)
+    launch(_scale_kernel, grid, buffer.device, buffer, factor, n, share, **meta)
     return buffer

@@ -46,9 +46,9 @@ def launch(
 ) -> None:
     """Run `kernel` over `grid` on `device` and its current stream; nothing to do for an empty grid.
 
-    args are the kernel's first parameters, meta names the rest and the compile options. Triton's own call works out the
-    specialisation of every argument each time; here a kernel compiled for arguments of the same kind is found by a short
-    key and called directly, which takes a third of the time.
+    args are the kernel's first parameters, meta names the rest and the compile options. Triton's own call works out
+    the specialisation of every argument each time; here a kernel compiled for arguments of the same kind is found by a
+    short key and called directly, in about 60 % of the time.
     """
     if 0 in grid:
         return

@@ -5,10 +5,10 @@
 
 Three matrix products: for "mean" and "sum" the gradients dh and dW are made in the forward pass, chunk by chunk
 (`ops.head.engine`), and handed over in backward. "none" recomputes the chunks in backward with the real per-token
-upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before the gradient is rounded.
+upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before rounding.
 
-Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within `memory_budget`,
-        by default 0.5 % of device memory within 128..640 MiB (64 MiB on a CPU).
+Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within
+        `memory_budget`, by default 0.5 % of device memory within 128..640 MiB (64 MiB on a CPU).
         accum_dtype=None accumulates dW in the weight's dtype, one rounding a chunk; up to 8 chunks that stays below the
         rounding of 16-bit logits. torch.float32 rounds once and takes 4 V H bytes more while it runs.
 """
@@ -186,13 +186,14 @@ def fused_linear_cross_entropy_forward(
     ce_impl: str | None = None, ce_mode: str | None = None, token_grad_output: Tensor | None = None,
     compute_gradients: bool | None = None, weight_requires_grad: bool | None = None, chunk_mem_const: int = 1, *,
     pre_scale: float = 1.0, post_scale: float = 1.0, memory_budget: int | float | str | None = None,
-    num_valid: int | None = None, kernels: bool | None = None, needed: tuple[bool, bool, bool] | None = None,
+    num_valid: int | None = None, kernels: bool | None = None, needed: tuple[bool, ...] | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """One pass without autograd: -> loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias.
 
     needed says which gradients to make; by default those of tensors that require one, all or none of them under
-    compute_gradients, the weight's under weight_requires_grad. token_grad_output is the upstream gradient, scalar or one a
-    token. kernels chooses the path, by default as the op would. ce_impl, ce_mode and chunk_mem_const have no meaning here.
+    compute_gradients, the weight's under weight_requires_grad. token_grad_output is the upstream gradient, scalar or
+    one a token. kernels chooses the path, by default as the op would. ce_impl, ce_mode and chunk_mem_const have no
+    meaning here.
     """
     if needed is None:
         wants = [t is not None and t.requires_grad for t in (_input, weight, bias)]

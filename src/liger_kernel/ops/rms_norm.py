@@ -2,7 +2,9 @@
 
     x, y: [*, D]   w: [D] or None   rstd = 1 / rms: [R] fp32, R = rows of D values
 
-Backward, with n = x * rstd and g = dy * (offset + w):   dx = rstd * (g - n * mean(g * n)),   dw = sum over rows of dy * n
+Backward, with n = x * rstd and g = dy * (offset + w):
+
+    dx = rstd * (g - n * mean(g * n))   dw = sum over rows of dy * n
 
 Casts   "llama": n is rounded to x's dtype before it meets the weight (Llama, Qwen, Mistral, ...)
         "gemma", "none": fp32 throughout, one rounding at the end (Gemma, OLMo 2, GPT-OSS, ...)

@@ -104,10 +104,8 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
     """The tensors of a result (tensor, tuple, or dataclass) by name."""
     if isinstance(result, Tensor):
         return {"out": result}
-    if isinstance(result, (tuple, list)):
-        named = {f"out{i}": r for i, r in enumerate(result)}
-    else:
-        named = dict(vars(result))
+    many = isinstance(result, (tuple, list))
+    named = {f"out{i}": r for i, r in enumerate(result)} if many else vars(result)
     return {k: v for k, v in named.items() if isinstance(v, Tensor)}
 
 

@@ -119,8 +119,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     ) -> Tensor | CrossEntropyOutput:
         """Head weight `[V, H]`, hidden states `[N, H]`, class indices `[N]`.
 
-        Published guides also pass hidden states first. The operand with one row a label is the hidden states; where both
-        fit, the order is the one above.
+        Published guides also pass hidden states first. The operand with one row a label is the hidden states; where
+        both fit, the order is the one above.
         """
         rows = target.numel()
         if lin_weight.shape[:-1].numel() == rows != _input.shape[:-1].numel():

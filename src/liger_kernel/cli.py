@@ -1,0 +1,85 @@
+"""The `liger-kernel` command: train, bench, env, probe.
+
+Each subcommand is imported only when it is asked for, so `liger-kernel env` works where nothing else does.
+Exit codes: 0 done; 1 done but wrong (curves that disagree, a run that failed); 2 bad arguments or input;
+130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from liger_kernel import __version__
+from liger_kernel.train import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code; user errors become one line on stderr."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return _COMMANDS[args.command][0](args.arguments)
+    except UsageError as error:
+        print(f"liger-kernel {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"liger-kernel {args.command}: interrupted.", file=sys.stderr)
+        return 130
+
+
+def _train(argv: Sequence[str]) -> int:
+    from liger_kernel.train.command import main as train
+
+    return train(argv)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from liger_kernel.bench.run import main as bench
+
+    return bench(argv) or 0
+
+
+def _env(argv: Sequence[str]) -> int:
+    argparse.ArgumentParser("liger-kernel env", description=_COMMANDS["env"][1]).parse_args(argv)
+    from liger_kernel.env_report import print_env_report
+
+    print_env_report()
+    return 0
+
+
+def _probe(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("liger-kernel probe", description=_COMMANDS["probe"][1])
+    parser.add_argument(
+        "model", help="checkpoint folder, hub name, GGUF file, config file, model type"
+    )
+    args = parser.parse_args(argv)
+    from liger_kernel.train.model import find, require_packages
+
+    require_packages("probe")
+    config = find(args.model).config
+    from liger_kernel.transformers.patch import probe_model
+
+    print(probe_model(config))
+    return 0
+
+
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (_train, "fine-tune a model plain and patched, and compare"),
+    "bench": (_bench, "measure the kernels beside eager PyTorch and torch.compile"),
+    "env": (_env, "print what a bug report needs"),
+    "probe": (_probe, "print what would be swapped in a model, and why not the rest"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {name:8}{text}" for name, (_, text) in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        "liger-kernel",
+        description=f"Fused Triton kernels for training language models.\n\ncommands:\n{listed}",
+        epilog="`liger-kernel COMMAND --help` describes a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,314 @@
+"""Softmax cross entropy of rows of logits and its gradient: one launch, one read and one write of
+device memory.
+
+Shared by `cross_entropy`, which is given logits, and by the vocabulary head, which makes them a
+chunk at a time and lets the gradient take their place. `ce_rows` below is the Triton path,
+`_ce_torch.ce_rows_torch` its twin in plain PyTorch.
+
+For a row z of V logits with label y, weights w (1 where absent) and W = sum of w,
+
+    x = post_scale * c * tanh(pre_scale * z / c)     c = softcap;  x = post_scale * pre_scale * z
+                                                     without one
+    ce = (1 - ls) * w_y * (lse - x_y) + ls/V * sum_v w_v (lse - x_v)       ls = label_smoothing
+    zl = lse_square_scale * lse^2
+    loss = f * (scales[0] * ce + scales[1] * zl)     f = p_y, held constant, under token_scaling,
+                                                     else 1
+    dx_v = u * f * (p_v * c_p - [v = y] * c_y - w_v * c_w)       u = upstream, 1 where absent
+           c_y = (1 - ls) * w_y * scales[0],   c_w = ls/V * scales[0],
+           c_p = c_y + c_w * W + 2 * lse_square_scale * lse * scales[1]
+
+All of it is fp32; the gradient is rounded once. Only differences to the row's maximum are
+exponentiated and only differences to x_y are summed, so that an offset common to a row costs no
+digits; 1 - p_y is summed, not subtracted, so that a confident row has some. An ignored row gives
+0, a label out of range NaN, in loss and gradient; no label reads outside its row. NaN logits give
+NaN.
+
+Each program takes whole rows, each in two passes, of which the second runs backwards and reads what
+it can from L1, the rest from L2: of wide rows only one is under way on every SM (132 rows of 128k
+bf16 logits are 34 MB). Columns past the last multiple of 16 are visited apart: the others then keep
+16-byte accesses whenever rows are aligned, whatever V is.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernel import _env
+from liger_kernel.ops._ce_lanes import collapse, gradient, log1p, measure, measure_edge, transform
+from liger_kernel.ops._device import LN2, exp, row_base
+from liger_kernel.ops._op import dense
+from liger_kernel.ops._triton import launch, tl, triton
+
+_EDGE = tl.constexpr(16)
+
+
+class RowStats(NamedTuple):
+    """What is known of every row of a call: `numbers` [3, C] fp32, [4, C] under `want_argmax`, and
+    `predicted` [C] int64, the lowest index of the largest logit (-1 on ignored rows; empty unless
+    asked for).
+    """
+
+    numbers: Tensor
+    predicted: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """[C], z included; 0 on ignored rows."""
+        return self.numbers[0]
+
+    @property
+    def z(self) -> Tensor:
+        """[C], the z-loss part of the loss."""
+        return self.numbers[1]
+
+    @property
+    def lse(self) -> Tensor:
+        """[C], log-sum-exp of x; 0 on ignored rows."""
+        return self.numbers[2]
+
+    @property
+    def correct(self) -> Tensor:
+        """[C], 1 where the label has the largest logit; only under `want_argmax`."""
+        return self.numbers[3]
+
+
+@triton.jit
+def _prepare(
+    row, y, Z, W, WSUM, SCALES, UP, sUP, n_cols, inner, outer, FORM: tl.constexpr, SMOOTH: tl.constexpr
+):  # fmt: skip
+    """Everything a row needs from memory beside its logits, asked for before they are: x_y, a
+    finite number near it, both scales, w_y, sum of w, upstream.
+    """
+    x_y, _ = transform(tl.load(Z + y).to(tl.float32), inner, outer, FORM)
+    ref = tl.where(tl.abs(x_y) < float("inf"), x_y, 0.0)
+    w_y, w_sum, upstream = 1.0, tl.cast(n_cols, tl.float32), 1.0
+    if W is not None:
+        w_y = tl.load(W + y).to(tl.float32)
+        if SMOOTH:
+            w_sum = tl.load(WSUM)
+    if UP is not None:
+        upstream = tl.load(UP + row_base(row, sUP)).to(tl.float32)
+    return x_y, ref, tl.load(SCALES), tl.load(SCALES + 1), w_y, w_sum, upstream
+
+
+@triton.jit
+def _conclude(
+    row, y, x_y, scale, scale_z, w_y, w_sum, upstream, base, rest, gaps, best, STATS, PREDICTED,
+    n_rows, n_cols, smoothing, lse_square_scale, slope,
+    SMOOTH: tl.constexpr, TOKEN_SCALING: tl.constexpr, ARGMAX: tl.constexpr,
+):  # fmt: skip
+    """Store the row's numbers; -> c_p / total, target's p_y c_p - c_y, and c_w, all of them with
+    the constant part of dx/dz.
+
+    Without the target's own term in `rest`, a confident row keeps its digits: 1 - p_y is
+    rest / total, and its loss log(1 + rest / e_y).
+    """
+    e_y = exp(x_y - base)
+    total = rest + e_y
+    log_total = tl.log2(total) * LN2
+    lse = base + log_total
+    ratio = rest / e_y
+    nll = tl.where(ratio < 0.5, log1p(ratio), log_total + (base - x_y))
+    if TOKEN_SCALING:
+        scale, scale_z = scale * (e_y / total), scale_z * (e_y / total)
+    c_y, c_w = (1.0 - smoothing) * w_y, smoothing / n_cols
+    ce = c_y * nll
+    if SMOOTH:
+        ce += c_w * (w_sum * nll + gaps)
+    z_loss = lse_square_scale * lse * lse * scale_z
+    tl.store(STATS + row, ce * scale + z_loss)
+    tl.store(STATS + n_rows + row, z_loss)
+    tl.store(STATS + 2 * n_rows + row, lse)
+    if ARGMAX:
+        best = tl.minimum(best, n_cols - 1)  # a row of NaN has no largest logit
+        tl.store(STATS + 3 * n_rows + row, tl.where(best == y, 1.0, 0.0))
+        tl.store(PREDICTED + row, best.to(tl.int64))
+    scale, scale_z = scale * slope * upstream, scale_z * slope * upstream
+    c_y, c_w = c_y * scale, c_w * scale
+    more = c_w * w_sum + 2.0 * lse_square_scale * lse * scale_z
+    return (c_y + more) / total, (more * e_y - c_y * rest) / total, c_w
+
+
+@triton.jit
+def _skip(
+    row, value, STATS, PREDICTED, OUT, n_rows, n_cols, ARGMAX: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A row without a usable label: `value` everywhere."""
+    for i in tl.static_range(3 + ARGMAX):
+        tl.store(STATS + i * n_rows + row, value)
+    if ARGMAX:
+        tl.store(PREDICTED + row, tl.cast(-1, tl.int64))
+    if OUT is not None:
+        whole = n_cols // _EDGE * _EDGE
+        for start in range(0, whole, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            filled = tl.zeros((BLOCK,), tl.float32) + value
+            tl.store(OUT + cols, filled.to(OUT.dtype.element_ty), mask=cols < whole)
+        edge = whole + tl.arange(0, _EDGE)
+        filled = tl.zeros((_EDGE,), tl.float32) + value
+        tl.store(OUT + edge, filled.to(OUT.dtype.element_ty), mask=edge < n_cols)
+
+
+@triton.jit
+def _read(Z, cols, limit, eviction: tl.constexpr):
+    """Logits of a piece, -inf past the limit."""
+    return tl.load(Z + cols, mask=cols < limit, other=float("-inf"), eviction_policy=eviction)
+
+
+@triton.jit
+def _write(
+    OUT, z, cols, limit, near, W, y, base, c_p, g_y, c_w, inner, outer,
+    FORM: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    mask = cols < limit
+    g = gradient(
+        z.to(tl.float32), cols, mask, near, W, y, base, c_p, g_y, c_w, inner, outer, FORM, SMOOTH
+    )
+    tl.store(OUT + cols, g.to(OUT.dtype.element_ty), mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
+def _row(
+    row, y, STATS, PREDICTED, OUT, Z, W, WSUM, SCALES, UP, sUP, n_rows, n_cols,
+    smoothing, lse_square_scale, inner, outer, slope, FORM: tl.constexpr,
+    SMOOTH: tl.constexpr, TOKEN_SCALING: tl.constexpr, ARGMAX: tl.constexpr, RAGGED: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    SIZE: tl.constexpr = STEPS * LANES * EACH
+    lane = tl.arange(0, LANES)[None, :, None]
+    piece = tl.arange(0, STEPS)[:, None, None] * (LANES * EACH) + lane * EACH
+    piece += tl.arange(0, EACH)[None, None, :]
+    whole = n_cols // _EDGE * _EDGE
+    z = _read(Z, piece, whole, "evict_last")  # every piece is asked for one ahead
+    x_y, ref, scale, scale_z, w_y, w_sum, upstream = _prepare(
+        row, y, Z, W, WSUM, SCALES, UP, sUP, n_cols, inner, outer, FORM, SMOOTH
+    )
+    top, rest, gaps, best = measure_edge(
+        Z, whole, n_cols, W, y, ref, inner, outer, FORM, SMOOTH, ARGMAX, RAGGED, LANES
+    )
+    for start in range(0, whole, SIZE):
+        cols = start + piece
+        after = _read(Z, cols + SIZE, whole, "evict_last")
+        near = (y >= start) & (y < start + SIZE)
+        top, rest, gaps, best = measure(
+            top, rest, gaps, best, z.to(tl.float32), cols, cols < whole, near, W, y, ref,
+            inner, outer, FORM, SMOOTH, ARGMAX,
+        )  # fmt: skip
+        z = after
+    base, rest, gaps, best = collapse(top, rest, gaps, best, x_y, y, SMOOTH, ARGMAX)
+    c_p, g_y, c_w = _conclude(
+        row, y, x_y, scale, scale_z, w_y, w_sum, upstream, base, rest, gaps, best, STATS, PREDICTED,
+        n_rows, n_cols, smoothing, lse_square_scale, slope, SMOOTH, TOKEN_SCALING, ARGMAX,
+    )  # fmt: skip
+    if OUT is not None:
+        # Backwards: what was read last is still near.
+        for back in range(0, whole, SIZE):
+            start = (whole - 1) // SIZE * SIZE - back
+            cols = start + piece
+            near = (y >= start) & (y < start + SIZE)
+            z = _read(Z, cols, whole, "evict_first")
+            _write(OUT, z, cols, whole, near, W, y, base, c_p, g_y, c_w, inner, outer, FORM, SMOOTH)
+        if RAGGED:
+            cols = whole + tl.arange(0, _EDGE)
+            z_edge = _read(Z, cols, n_cols, "evict_first")
+            _write(
+                OUT, z_edge, cols, n_cols, y >= whole, W, y, base, c_p, g_y, c_w, inner, outer,
+                FORM, SMOOTH,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows", "ignore_index", "sUP"])
+def _rows_kernel(
+    STATS, PREDICTED, OUT, sOUT, Z, sZ, T, W, WSUM, SCALES, UP, sUP, n_rows, n_cols, ignore_index,
+    smoothing, lse_square_scale, inner, outer, slope, FORM: tl.constexpr,
+    SMOOTH: tl.constexpr, TOKEN_SCALING: tl.constexpr, ARGMAX: tl.constexpr, RAGGED: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    programs = tl.num_programs(0)
+    label = tl.load(T + tl.program_id(0)).to(tl.int64)
+    for row in range(tl.program_id(0), n_rows, programs):
+        Z_row = Z + row_base(row, sZ)
+        OUT_row = OUT
+        if OUT is not None:
+            OUT_row = OUT + row_base(row, sOUT)
+        if (label == ignore_index) | (label < 0) | (label >= n_cols):
+            value = tl.where(label == ignore_index, 0.0, float("nan"))
+            _skip(
+                row, value, STATS, PREDICTED, OUT_row, n_rows, n_cols, ARGMAX, STEPS * LANES * EACH
+            )
+        else:
+            _row(
+                row, label.to(tl.int32), STATS, PREDICTED, OUT_row, Z_row, W, WSUM, SCALES, UP, sUP,
+                n_rows, n_cols, smoothing, lse_square_scale, inner, outer, slope,
+                FORM, SMOOTH, TOKEN_SCALING, ARGMAX, RAGGED, STEPS, LANES, EACH,
+            )  # fmt: skip
+        after = row + programs
+        label = tl.load(T + after, mask=after < n_rows, other=0).to(tl.int64)
+
+
+def ce_rows(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, upstream: Tensor | None,
+    out: Tensor | None, *, V: int, ignore_index: int = -100, label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, pre_scale: float = 1.0, softcap: float | None = None,
+    post_scale: float = 1.0, token_scaling: bool = False, weight_sum: Tensor | None = None,
+    want_argmax: bool = False,
+) -> RowStats:  # fmt: skip
+    """Loss of every row and, into `out`, the gradient of the logits (formulas: top of this file).
+
+    Args:
+        logits: `[C, >= V]`, the first V columns count. Adjacent columns, any row stride; a stride
+            that is a multiple of 16 elements keeps accesses wide when V is odd, so pad your own.
+        target: `[C]` int64 or int32.
+        weight: `[V]` class weights of any float dtype, or None.
+        scales: `[2]` fp32 on the device, the factors of cross entropy and z-loss (1 / denominators).
+        upstream: `[C]` gradients of the rows' losses, any stride (0 too), any float dtype; None for
+            ones.
+        out: `[C, >= V]` where the gradient goes: `logits` itself, another buffer of any float
+            dtype, or None for the loss alone. Nothing beyond column V is written.
+        weight_sum: sum of `weight`, one fp32 element; needed with both weights and smoothing.
+        want_argmax: fill `correct` and `predicted`.
+    Memory:
+        12 bytes a row, 12 more with `want_argmax`. No synchronisation.
+    """
+    n_rows, device = logits.shape[0], logits.device
+    numbers = torch.empty(3 + want_argmax, n_rows, dtype=torch.float32, device=device)
+    predicted = torch.empty(n_rows if want_argmax else 0, dtype=torch.int64, device=device)
+    scale = pre_scale * post_scale
+    inner, outer = (pre_scale / softcap, post_scale * softcap) if softcap else (1.0, scale)
+    args = (
+        numbers, predicted, out, 0 if out is None else out.stride(0), logits, logits.stride(0),
+        dense(target), None if weight is None else dense(weight), weight_sum, scales, upstream,
+        0 if upstream is None else upstream.stride(0), n_rows, V, ignore_index, label_smoothing,
+        lse_square_scale, inner, outer, scale,
+    )  # fmt: skip
+    flags = {
+        "FORM": "capped" if softcap else "plain" if scale == 1.0 else "scaled",
+        "SMOOTH": label_smoothing != 0.0,
+        "TOKEN_SCALING": token_scaling,
+        "ARGMAX": want_argmax,
+        "RAGGED": V % _EDGE.value != 0,
+    }
+    programs, meta = _shape(logits, V, out is not None)
+    launch(_rows_kernel, (programs,), device, *args, **flags, **meta)
+    return RowStats(numbers, predicted)
+
+
+# bytes of a row -> warps of the program that takes it. Measured on H200, see NOTES.md.
+_WARPS = {2 << 10: 1, 8 << 10: 2, 32 << 10: 4, 112 << 10: 8, 192 << 10: 16}
+
+
+def _shape(logits: Tensor, V: int, two_passes: bool) -> tuple[int, dict[str, int]]:
+    """Programs, and the pieces and warps of each."""
+    n_rows, info = logits.shape[0], _env.device_info(logits.device)
+    size = logits.element_size()
+    warps = next((w for bytes_, w in _WARPS.items() if size * V <= bytes_), 32)
+    programs = n_rows
+    if not two_passes:
+        warps = min(warps, 8)  # nothing to keep in L2: many rows at once
+    elif warps == 32:
+        programs = min(n_rows, info.sm_count)
+    warps = min(warps, info.max_warps)
+    each = 16 // size
+    return programs, {"STEPS": 2, "LANES": 32 * warps, "EACH": each, "num_warps": warps}
