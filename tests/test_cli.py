@@ -5,6 +5,8 @@ import pytest
 
 from liger_kernel.cli import main
 
+pytestmark = pytest.mark.plain
+
 
 def _fails(capsys, *argv):
     """The one line that a user error prints; nothing else may appear."""

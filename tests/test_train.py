@@ -23,6 +23,8 @@ from liger_kernel.train.settings import complete
 from liger_kernel.train.text import documents
 from liger_kernel.train.tokens import blocks
 
+pytestmark = pytest.mark.plain
+
 TINY = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
