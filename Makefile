@@ -19,7 +19,7 @@ installed := $(VENV)/installed
 endif
 pytest := $(run) -m pytest tests
 
-.PHONY: demo test test-gpu test-all bench lint clean
+.PHONY: demo test test-gpu test-all bench lint docs clean
 
 demo: $(installed)
 	$(run) -m liger_kernel train $(ARGS)
@@ -46,6 +46,10 @@ lint: $(installed)
 	$(run) -m ruff check .
 	$(run) -m ruff format --check .
 	$(run) -m pyright --pythonpath $(shell command -v $(run))
+
+docs: $(installed)
+	$(run) -m pip install --quiet ".[docs]"
+	$(run) -m mkdocs build
 
 clean:
 	rm -rf build dist src/*.egg-info $(VENV)

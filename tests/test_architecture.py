@@ -177,7 +177,7 @@ def test_row_bases_are_64_bit():
 
 
 def test_every_op_has_its_rows():
-    """Every module of `ops` that defines an OP stands in tests/cases.py and in benchmarks/table.py."""
+    """Every module of `ops` that defines an OP has rows in tests and benchmarks, and a page in the docs."""
     import importlib
 
     tested = {case.op.name for case in CASES}
@@ -188,3 +188,5 @@ def test_every_op_has_its_rows():
         if op is not None:
             assert op.name in tested, f"{path.name}: no row in tests/rows"
             assert op.name in table, f"{path.name}: no row in benchmarks/table.py"
+            page = SOURCE.parents[1] / "docs" / "ops" / f"{path.stem}.md"
+            assert page.exists(), f"{path.name}: no page docs/ops/{path.stem}.md"
