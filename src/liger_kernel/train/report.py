@@ -133,7 +133,9 @@ def _machine(settings: Settings) -> dict[str, Any]:
     device = torch.device(settings.device)
     threads = torch.get_num_threads()
     versions = {name: _packages.version_of(name) for name in _PACKAGES}
-    versions[_packages.DISTRIBUTION] = _packages.package_version()  # also of a checkout that is not installed
+    versions[_packages.DISTRIBUTION] = (
+        _packages.package_version()
+    )  # also of a checkout that is not installed
     name = f"CPU, {threads} threads" if device.type == "cpu" else _env.device_info(device).name
     return {
         "device": name,
