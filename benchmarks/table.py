@@ -78,6 +78,15 @@ def _loss(function: Any, **options: Any) -> Any:
     return lambda **inputs: function(**inputs, **options).loss
 
 
+def _logprob_eager(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    log_p = torch.nn.functional.linear(input, weight).float().log_softmax(-1)
+    return log_p.gather(-1, target[:, None])[:, 0]
+
+
+def _logprob_ours(ops: Any) -> Any:
+    return lambda input, weight, target: ops.linear_logprob(input, weight, target).logp
+
+
 def _head_ours(ops: Any, budget: int | None = None) -> Any:
     return _loss(ops.fused_linear_cross_entropy, memory_budget=budget)
 
@@ -170,6 +179,20 @@ TABLE = [
             "ours 250 MiB": partial(_head_ours, budget=250 * MIB),
             "ours 80 MiB": partial(_head_ours, budget=80 * MIB),
         },
+        cost=_head_cost,
+        products=_head_products,
+    ),
+    Bench(
+        "linear_logprob",
+        inputs=_head,
+        grads=("input", "weight"),
+        shapes={"A": (8192, 4096, 128256)},
+        tiny=(64, 64, 1024),
+        quick=(),
+        modes=(BOTH,),
+        clock="wall",
+        eager=lambda ops: _logprob_eager,
+        ours={"ours": _logprob_ours},
         cost=_head_cost,
         products=_head_products,
     ),

@@ -15,7 +15,7 @@ call, from the tensors.
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -62,13 +62,17 @@ class Op:
     cost: Callable[..., Cost]
 
     def __call__(self, *args: Any, impl: str | None = None) -> Any:
+        return self.function(*args) if self.uses_kernels(args, impl) else self.fallback(*args)
+
+    def uses_kernels(self, args: Sequence[Any], impl: str | None = None) -> bool:
+        """Whether a call with these arguments takes the kernels; RuntimeError if impl="triton" asks in vain."""
         asked = _env.impl(self.name) if impl is None else _env.normalise_impl(impl)
-        reason = "asked for" if asked == "torch" else self.why_not(*args)
-        if reason is None:
-            return self.function(*args)
-        if asked == "triton" and impl is not None:
+        if asked == "torch":
+            return False
+        reason = self.why_not(*args)
+        if reason is not None and asked == "triton" and impl is not None:
             raise RuntimeError(f"{self.name}: impl='triton' cannot run here: {reason}.")
-        return self.fallback(*args)
+        return reason is None
 
     def why_not(self, *args: Any) -> str | None:
         """None if the kernels can take these arguments, else the reason."""
@@ -98,7 +102,9 @@ def _is_traced(tensor: Tensor) -> bool:
 # Named operators
 
 
-def named(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
+def named(
+    schema: str, fake: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a launcher as `torch.ops.liger_kernel.<its name>`; eager mode keeps calling it directly.
 
     A direct call costs nothing, a registered one ~10 us. So the registered operator runs only where somebody looks:
@@ -107,7 +113,7 @@ def named(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     not alias inputs.
     """
 
-    def wrap(launcher: F) -> F:
+    def wrap(launcher: Callable[..., Any]) -> Callable[..., Any]:
         name = launcher.__name__
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
@@ -119,7 +125,7 @@ def named(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
             return operator(*args) if observed() else launcher(*args)
 
         call.operator = operator  # type: ignore[attr-defined]
-        return call  # type: ignore[return-value]
+        return call
 
     return wrap
 

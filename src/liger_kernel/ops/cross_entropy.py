@@ -357,18 +357,10 @@ class LigerCrossEntropyFunction:
 
     @staticmethod
     def apply(
-        _input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> Outputs:
+        _input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> Outputs:  # fmt: skip
         """-> loss, z_loss, token_accuracy, predicted_tokens; None where not asked for."""
         found = cross_entropy(
             _input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing,

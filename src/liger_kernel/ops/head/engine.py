@@ -61,14 +61,23 @@ def valid_tokens(target: Tensor, ignore_index: int, num_valid: int | None) -> Te
     return None if kept.numel() > _WORTH_DROPPING * n else kept
 
 
+def plan_for(hidden: Tensor, head: HeadParams, tokens: int, budget: int, dropped: bool) -> Plan:
+    """The plan for `tokens` rows of hidden `[*, H]` through `head`; dropped: they are picked out of more."""
+    # On a CPU unpadded: torch.mm of bf16 reads the padding there (2.13, AMX), and NaN in it spoils the product.
+    align = 1 if hidden.device.type == "cpu" else 64
+    vocab, width = head.weight.shape
+    return plan(tokens, vocab, width, hidden.element_size(), budget, gather=dropped, align=align)
+
+
 def run(
     hidden: Tensor, head: HeadParams, per_row: RowKernel, wanted: Wanted, *,
-    keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None,
+    keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None, cuts: list[tuple[int, int]] | None = None,
 ) -> tuple[list[Any], Gradients]:  # fmt: skip
     """Send every (kept) token of hidden `[*, H]` through the head.
 
     per_row(logits, start, stop, index, out) gets a chunk of logits `[C, V]`, its place among the kept tokens and, if
     tokens were dropped, their positions in the batch; out is None, or where to leave the gradient of the logits.
+    cuts are the chunks' starts and stops where the caller must choose them, else the plan's.
     Returns what per_row returned for every chunk, and the gradients.
     """
     h = rows(hidden)
@@ -77,16 +86,17 @@ def run(
         weight=head.weight.to(h.dtype),
         bias=None if head.bias is None else head.bias.to(h.dtype),
     )
-    vocab, width = cast.weight.shape
+    vocab = cast.weight.shape[0]
     n = h.shape[0] if keep is None else keep.numel()
-    # On a CPU unpadded: torch.mm of bf16 reads the padding there (2.13, AMX), and NaN in it spoils the product.
-    align = 1 if h.device.type == "cpu" else 64
-    todo = plan(n, vocab, width, h.element_size(), budget, gather=keep is not None, align=align)
+    todo = plan_for(h, head, n, budget, dropped=keep is not None)
+    if cuts is not None:
+        longest = max((stop - start for start, stop in cuts), default=0)
+        todo = replace(todo, chunks=len(cuts), rows=longest)
     sums = _Sums(h, cast, head, wanted, todo, accum_dtype, hidden.shape, keep is not None)
     buffer = torch.empty((todo.rows, todo.row_stride), dtype=h.dtype, device=h.device)
     found = []
     with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
-        for start, stop in todo.slices():
+        for start, stop in todo.slices() if cuts is None else cuts:
             index = None if keep is None else keep[start:stop]
             x = h[start:stop] if index is None else h.index_select(0, index)
             logits = buffer[: stop - start, :vocab]

@@ -1,0 +1,171 @@
+"""Log-probabilities of rows of logits, then the gradient of anything that was computed from them.
+
+For a row of V logits z with target y,
+
+    x = post_scale * cap * tanh(pre_scale * z / cap)      x = post_scale * pre_scale * z without a cap
+    lse = log sum_v exp(x_v)    logp = x_y - lse    p_v = exp(x_v - lse)    H = -sum_v p_v log p_v
+
+`logp_rows` reads the row once. `logp_gradient_` then takes the derivatives of some loss L, a = dL/dlogp and b = dL/dH,
+and writes dL/dz over the logits; c = a, unless L uses more log-probabilities of the row:
+
+    dz_v = (a * [v = y] - c * p_v - b * p_v * (log p_v + H)) * dx/dz
+
+Entries of -inf have probability 0 and add nothing, to H too. A target outside [0, V) gives logp = 0 and no gradient
+when it is ignore_index, else NaN. fp32 inside. lse is kept as maximum and log sum exp(x - maximum), apart, and entropy
+comes from exp(x - maximum) * (x - maximum), so that an offset common to a row costs no digits.
+"""
+# pyright: reportGeneralTypeIssues=false
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._ce_lanes import transform
+from liger_kernel.ops._device import LN2, exp, row_base
+from liger_kernel.ops._op import dense
+from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
+
+_MAX_BLOCK = 8192  # columns a program visits at a time
+_NOWHERE = tl.constexpr(2147483647)
+
+
+class LogpStats(NamedTuple):
+    """Per row, fp32; what was not asked for is empty."""
+
+    logp: Tensor  # [C]
+    top: Tensor  # [C], the largest logit
+    log_total: Tensor  # [C], lse - top
+    entropy: Tensor  # [C]
+    argmax: Tensor  # [C] int64, the lowest index of the largest logit; -1 without a valid target
+
+    @property
+    def lse(self) -> Tensor:
+        return self.top + self.log_total
+
+
+@triton.jit
+def _piece(Z, cols, mask, inner, outer, FORM: tl.constexpr):
+    z = tl.load(Z + cols, mask=mask, other=0.0).to(tl.float32)
+    x, slope = transform(z, inner, outer, FORM)
+    return tl.where(mask, x, float("-inf")), slope
+
+
+@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
+def _stats_kernel(
+    LOGP, TOP, TOTAL, ENTROPY, ARGMAX, Z, sZ, T, n_rows, n_cols, ignore_index, inner, outer,
+    FORM: tl.constexpr, WANT_H: tl.constexpr, WANT_ARGMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    Z += row_base(row, sZ)
+    y = tl.load(T + row).to(tl.int64)
+    top, total, spread, best = float("-inf"), 0.0, 0.0, 0
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < n_cols
+        x, _ = _piece(Z, cols, mask, inner, outer, FORM)
+        peak = tl.max(x, axis=0)
+        if WANT_ARGMAX:
+            first = tl.min(tl.where(x == peak, cols, _NOWHERE), axis=0)
+            best = tl.where(peak > top, first, best)
+        peak = tl.maximum(peak, top)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        e = exp(x - base)
+        shrink = exp(top - base)
+        if WANT_H:
+            moved = tl.where(top == float("-inf"), 0.0, top - base)
+            gap = tl.where(e > 0.0, x - base, 0.0)
+            spread = shrink * (spread + total * moved) + tl.sum(e * gap, axis=0)
+        total = total * shrink + tl.sum(e, axis=0)
+        top = peak
+    base = tl.where(top == float("-inf"), 0.0, top)
+    log_total = tl.log2(total) * LN2
+    known = (y >= 0) & (y < n_cols) & (y != ignore_index)
+    x_y, _ = _piece(
+        Z, tl.where(known, y, 0) + tl.arange(0, 1), tl.full((1,), True, tl.int1), inner, outer, FORM
+    )
+    logp = tl.sum(x_y - base, axis=0) - log_total
+    absent = tl.where(y == ignore_index, 0.0, float("nan"))
+    tl.store(LOGP + row, tl.where(known, logp, absent))
+    tl.store(TOP + row, base)
+    tl.store(TOTAL + row, log_total)
+    if WANT_H:
+        tl.store(ENTROPY + row, tl.where(known, log_total - spread / total, absent))
+    if WANT_ARGMAX:
+        tl.store(ARGMAX + row, tl.where(known, tl.minimum(best, n_cols - 1), -1).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _gradient_kernel(
+    Z, sZ, T, TOP, TOTAL, ENTROPY, A, C, B, n_cols, ignore_index, inner, outer, slope,
+    FORM: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    Z += row_base(row, sZ)
+    y = tl.load(T + row).to(tl.int64)
+    if y == ignore_index:
+        tl.store(Z + cols, tl.zeros((BLOCK,), Z.dtype.element_ty), mask=mask)
+    else:
+        x, varying = _piece(Z, cols, mask, inner, outer, FORM)
+        a = tl.load(A + row).to(tl.float32)
+        a = tl.where((y >= 0) & (y < n_cols), a, float("nan"))
+        c = tl.load(C + row).to(tl.float32)
+        log_p = x - tl.load(TOP + row) - tl.load(TOTAL + row)
+        p = exp(log_p)
+        g = tl.where(cols == y, a, 0.0) - c * p
+        if HAS_B:
+            b = tl.load(B + row).to(tl.float32)
+            h = tl.load(ENTROPY + row)
+            g -= b * p * (tl.where(p > 0.0, log_p, 0.0) + h)
+        g *= varying * slope
+        tl.store(Z + cols, g.to(Z.dtype.element_ty), mask=mask)
+
+
+def _form(
+    pre_scale: float, softcap: float | None, post_scale: float
+) -> tuple[str, float, float, float]:
+    """FORM, inner, outer, and the constant part of dx/dz."""
+    scale = pre_scale * post_scale
+    if softcap:
+        return "capped", pre_scale / softcap, post_scale * softcap, scale
+    return ("plain" if scale == 1.0 else "scaled"), 1.0, scale, scale
+
+
+def logp_rows(
+    logits: Tensor, target: Tensor, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
+    softcap: float | None = None, post_scale: float = 1.0, want_entropy: bool = False, want_argmax: bool = False,
+) -> LogpStats:  # fmt: skip
+    """Statistics of every row (formulas: top of this file).
+
+    logits `[C, >= V]`: the first V columns count; adjacent columns, any row stride. target `[C]` int64 or int32.
+    """
+    n, new = logits.shape[0], logits.new_empty
+    logp, top, log_total = new(3, n, dtype=torch.float32).unbind(0)
+    entropy = new(n if want_entropy else 0, dtype=torch.float32)
+    argmax = new(n if want_argmax else 0, dtype=torch.int64)
+    form, inner, outer, _ = _form(pre_scale, softcap, post_scale)
+    block = min(block_of(V), _MAX_BLOCK)
+    launch(
+        _stats_kernel, (n,), logits.device, logp, top, log_total, entropy, argmax, logits, logits.stride(0),
+        dense(target), n, V, ignore_index, inner, outer, FORM=form, WANT_H=want_entropy, WANT_ARGMAX=want_argmax,
+        BLOCK=block,
+        num_warps=8 if block > 2048 else 4,
+    )  # fmt: skip
+    return LogpStats(logp, top, log_total, entropy, argmax)
+
+
+def logp_gradient_(
+    logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor, b: Tensor | None, *, V: int,
+    ignore_index: int = -100, pre_scale: float = 1.0, softcap: float | None = None, post_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Write the gradient over `logits`; a, c, b `[C]`, see the top of this file."""
+    form, inner, outer, slope = _form(pre_scale, softcap, post_scale)
+    block = min(block_of(V), 4096)
+    launch(
+        _gradient_kernel, (logits.shape[0], cdiv(V, block)), logits.device, logits, logits.stride(0), dense(target),
+        stats.top, stats.log_total, stats.entropy, dense(a), dense(c), a if b is None else dense(b), V, ignore_index,
+        inner, outer, slope,
+        FORM=form, HAS_B=b is not None, BLOCK=block, num_warps=8 if block > 2048 else 4,
+    )  # fmt: skip

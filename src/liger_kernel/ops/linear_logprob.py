@@ -1,0 +1,376 @@
+"""Log-probabilities of a linear head's targets, without the logits.
+
+    z = post_scale * softcap(pre_scale * (h W^T + b)) / temperature     h: [N, H]   W: [V, H]   b: [V]
+    logp = z_y - lse(z): [N] fp32                                       y: [N] targets
+
+and where asked, from the same pass: entropy H(softmax z), argmax of z, log-probabilities of K further ids. All but the
+argmax are differentiable, so any loss over a vocabulary is a few lines of torch on `[N]` vectors.
+
+Four matrix products: backward makes the chunks of logits again (a loss that is known in advance needs three:
+`ops.head.objective`). Ignored tokens are dropped before the first product.
+
+Memory  Between forward and backward: the inputs. During a pass: one chunk of logits within `memory_budget` (as in
+        `fused_linear_cross_entropy`), in backward also dh, dW, db.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops import _logp_kernels, _logp_torch
+from liger_kernel.ops._labels import check_labels
+from liger_kernel.ops._logp_kernels import LogpStats
+from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
+from liger_kernel.ops.head.engine import Gradients, Wanted, run, valid_tokens
+from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.plan import resolve_budget
+
+
+@dataclass
+class LogprobOutput:
+    """What `linear_logprob` returns; None where not asked for."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
+    selected: Tensor | None = None
+
+
+# 1 reference
+
+
+def reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, ignore_index: int = -100,
+    return_entropy: bool = False, return_argmax: bool = False, selected_token_ids: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None, memory_budget: Any = None, num_valid: int | None = None,
+) -> LogprobOutput:  # fmt: skip
+    """The definition: logits in the inputs' dtype, the rest in fp32."""
+    z = torch.nn.functional.linear(
+        hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    )
+    x = pre_scale * z.to(compute_dtype(z))
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    log_p = (x * (post_scale / temperature)).log_softmax(-1)
+    valid = targets != ignore_index
+    logp = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    return LogprobOutput(
+        torch.where(valid, logp, 0.0),
+        torch.where(valid, entropy, 0.0) if return_entropy else None,
+        torch.where(valid, x.argmax(-1), -1) if return_argmax else None,
+        None if selected_token_ids is None else log_p[..., selected_token_ids] * valid[..., None],
+    )
+
+
+# 2 launch
+
+
+def transformed(z: Tensor, head: HeadParams) -> tuple[Tensor, Tensor | float]:
+    """A few columns of chunk logits to x in wide precision, and dx/dz."""
+    return _logp_torch.wide(z, head.pre_scale, head.softcap, head.post_scale / head.temperature)
+
+
+def row_functions(kernels: bool) -> tuple[Any, Any]:
+    """`logp_rows` and `logp_gradient_` of the path."""
+    if kernels:
+        return _logp_kernels.logp_rows, _logp_kernels.logp_gradient_
+    return _logp_torch.logp_rows_torch, _logp_torch.logp_gradient_torch_
+
+
+def transforms(head: HeadParams) -> dict[str, Any]:
+    """The keywords of the row functions."""
+    post = head.post_scale / head.temperature
+    return {
+        "pre_scale": head.pre_scale,
+        "softcap": head.softcap,
+        "post_scale": post,
+        "V": head.weight.shape[0],
+    }
+
+
+def _pass(
+    hidden: Tensor, head: HeadParams, labels: Tensor, ids: Tensor | None, upstream: tuple[Tensor | None, ...] | None,
+    ignore_index: int, want_entropy: bool, want_argmax: bool, accum_dtype: torch.dtype | None, budget: int,
+    num_valid: int | None, kernels: bool, wanted: Wanted,
+) -> tuple[list[Any], Gradients, Tensor | None]:  # fmt: skip
+    """Statistics of every kept token, or the gradients under `upstream` (of logp, entropy, selected)."""
+    keep = valid_tokens(labels, ignore_index, num_valid)
+    rows, gradient_ = row_functions(kernels)
+    more = {**transforms(head), "ignore_index": ignore_index}
+
+    def per_row(
+        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
+    ) -> Any:
+        def part(of: Tensor) -> Tensor:
+            return of[start:stop] if index is None else of.index_select(0, index)
+
+        y = part(labels)
+        entropy = want_entropy if upstream is None else upstream[1] is not None
+        stats = rows(logits, y, **more, want_entropy=entropy, want_argmax=want_argmax)
+        columns = None if ids is None else transformed(logits.index_select(1, ids), head)
+        if upstream is None:
+            return stats, None if columns is None else columns[0] - stats.lse[:, None]
+        a, b, s = (None if g is None else part(g) for g in upstream)
+        a = stats.logp.new_zeros(y.shape) if a is None else a
+        if ids is None or columns is None or s is None:
+            gradient_(logits, y, stats, a, a, b, **more)
+            return None
+        s = torch.where((y == ignore_index)[:, None], 0.0, s.to(a.dtype))
+        gradient_(logits, y, stats, a, a + s.sum(-1), b, **more)
+        logits.index_add_(1, ids, (s * columns[1]).to(logits.dtype))
+        return None
+
+    found, grads = run(
+        hidden, head, per_row, wanted, keep=keep, budget=budget, accum_dtype=accum_dtype
+    )
+    return found, grads, keep
+
+
+def _fake_forward(hidden, weight, target, bias, ids, *rest):
+    shape, (want_entropy, want_argmax) = target.shape, rest[4:6]
+    many = (*shape, 0 if ids is None else ids.shape[0])
+    return (
+        hidden.new_empty(shape, dtype=torch.float32),
+        hidden.new_empty(shape if want_entropy else 0, dtype=torch.float32),
+        hidden.new_empty(shape if want_argmax else 0, dtype=torch.int64),
+        hidden.new_empty(many if ids is not None else 0, dtype=torch.float32),
+    )
+
+
+@named(
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ids, int ignore_index, float pre_scale,"
+    " float? softcap, float post_scale, bool want_entropy, bool want_argmax, int budget, int? num_valid, bool kernels)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_forward,
+)
+def linear_logprob_forward(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, ignore_index: int,
+    pre_scale: float, softcap: float | None, post_scale: float, want_entropy: bool, want_argmax: bool, budget: int,
+    num_valid: int | None, kernels: bool,
+) -> Any:  # fmt: skip
+    """-> logp, entropy, argmax, selected (empty where not asked for)."""
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
+    labels = target.reshape(-1)
+    found, _, keep = _pass(
+        hidden, head, labels, ids, None, ignore_index, want_entropy, want_argmax, None, budget, num_valid, kernels,
+        Wanted(),
+    )  # fmt: skip
+
+    def gathered(parts: list[Tensor], absent: float = 0) -> Tensor:
+        values = torch.cat(parts)
+        if keep is None:
+            return values
+        return values.new_full((labels.shape[0], *values.shape[1:]), absent).index_copy_(
+            0, keep, values
+        )
+
+    stats = [s for s, _ in found] or [_empty_stats(hidden)]
+    logp = gathered([s.logp for s in stats]).view(target.shape)
+    entropy = (
+        gathered([s.entropy for s in stats]).view(target.shape)
+        if want_entropy
+        else logp.new_empty(0)
+    )
+    argmax = (
+        gathered([s.argmax for s in stats], -1).view(target.shape)
+        if want_argmax
+        else labels.new_empty(0)
+    )
+    if ids is None:
+        return logp, entropy, argmax, logp.new_empty(0)
+    selected = gathered([s for _, s in found] or [logp.new_empty(0, ids.shape[0])])
+    selected = torch.where((labels == ignore_index)[:, None], 0.0, selected)
+    return logp, entropy, argmax, selected.view(*target.shape, ids.shape[0])
+
+
+def _empty_stats(hidden: Tensor) -> LogpStats:
+    none = hidden.new_empty(0, dtype=compute_dtype(hidden))
+    return LogpStats(none, none, none, none, hidden.new_empty(0, dtype=torch.int64))
+
+
+def _fake_backward(hidden, weight, target, bias, *rest):
+    need = rest[-3:]
+    wants = zip((hidden, weight, bias), need, strict=True)
+    return tuple(
+        hidden.new_empty(0) if t is None or not n else t.new_empty(t.shape) for t, n in wants
+    )
+
+
+@named(
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ids, Tensor? dlogp, Tensor? dentropy,"
+    " Tensor? dselected, int ignore_index, float pre_scale, float? softcap, float post_scale, ScalarType? accum_dtype,"
+    " int budget, int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
+)
+def linear_logprob_backward(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, dlogp: Tensor | None,
+    dentropy: Tensor | None, dselected: Tensor | None, ignore_index: int, pre_scale: float, softcap: float | None,
+    post_scale: float, accum_dtype: torch.dtype | None, budget: int, num_valid: int | None, kernels: bool,
+    need_dh: bool, need_dw: bool, need_db: bool,
+) -> Any:  # fmt: skip
+    """-> dh, dw, db (empty where not needed)."""
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
+    flat = [
+        None if g is None else g.reshape(target.numel(), *g.shape[target.dim() :])
+        for g in (dlogp, dentropy, dselected)
+    ]
+    _, grads, _ = _pass(
+        hidden, head, target.reshape(-1), ids, tuple(flat), ignore_index, False, False, accum_dtype, budget, num_valid,
+        kernels, Wanted(need_dh, need_dw, need_db),
+    )  # fmt: skip
+    return tuple(
+        hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)
+    )
+
+
+# 3 op
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None,
+        options: tuple[Any, ...], kernels: bool,
+    ) -> Any:  # fmt: skip
+        transform, accum_dtype, (want_entropy, want_argmax), place = options
+        ctx.save_for_backward(hidden, weight, target, bias, ids)
+        ctx.call = transform, accum_dtype, place, kernels
+        ctx.set_materialize_grads(False)
+        found = linear_logprob_forward(
+            hidden,
+            weight,
+            target,
+            bias,
+            ids,
+            *transform,
+            want_entropy,
+            want_argmax,
+            *place,
+            kernels,
+        )
+        logp, entropy, argmax, selected = found
+        ctx.mark_non_differentiable(argmax)
+        return logp, entropy, argmax, selected
+
+    @staticmethod
+    @first_order("linear_logprob")
+    def backward(
+        ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, _: Any, dselected: Tensor | None
+    ) -> Any:
+        (hidden, weight, target, bias, ids), needed = (
+            ctx.saved_tensors,
+            [ctx.needs_input_grad[i] for i in (0, 1, 3)],
+        )
+        transform, accum_dtype, place, kernels = ctx.call
+        dentropy = dentropy if dentropy is not None and dentropy.numel() == target.numel() else None
+        dselected = dselected if ids is not None else None
+        grads = linear_logprob_backward(
+            hidden,
+            weight,
+            target,
+            bias,
+            ids,
+            dlogp,
+            dentropy,
+            dselected,
+            *transform,
+            accum_dtype,
+            *place,
+            kernels,
+            *needed,
+        )
+        dh, dw, db = (g if n else None for g, n in zip(grads, needed, strict=True))
+        return dh, dw, None, db, None, None, None
+
+
+def supports(*_: Any) -> str | None:
+    """Every size; dtypes and devices are judged by `Op`."""
+    return None
+
+
+def cost(hidden: Tensor, weight: Tensor, *_: Any) -> Cost:
+    """One product forward, three backward."""
+    n, v, h = hidden.numel() // hidden.shape[-1], *weight.shape
+    size = hidden.numel() * hidden.element_size() + weight.numel() * weight.element_size()
+    return Cost(size, 2 * size, saved=0, flops=8 * n * v * h)
+
+
+OP = Op(
+    "linear_logprob",
+    reference,
+    fallback=lambda *args: _LinearLogprob.apply(*args, False),
+    function=lambda *args: _LinearLogprob.apply(*args, True),
+    supports=supports,
+    cost=cost,
+)
+
+# 4 public
+
+
+def check_head(
+    op: str, hidden: Tensor, targets: Tensor, head: HeadParams, ignore_index: int
+) -> Tensor:
+    """The checks every loss on a head makes; -> hidden, in autocast's dtype where that is on."""
+    head.check(hidden, op)
+    require(
+        targets.numel() == hidden.shape[:-1].numel(),
+        f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got {list(targets.shape)}.",
+    )
+    check_labels(op, targets, head.weight.shape[0], ignore_index)
+    kind = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+
+
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, ignore_index: int = -100,
+    return_entropy: bool = False, return_argmax: bool = False, selected_token_ids: Tensor | None = None,
+    accum_dtype: torch.dtype | None = None, memory_budget: int | float | str | None = None,
+    num_valid: int | None = None, impl: str | None = None,
+) -> LogprobOutput:  # fmt: skip
+    """Per-token log-probabilities of `targets` under a linear head, differentiable, without the logits.
+
+    Args:
+        hidden: `[*, H]` of any strides; fp16, bf16, fp32 (fp64 on the torch path).
+        weight: `[V, H]`; tied, frozen, or of another dtype.
+        targets: `[*]` class indices; `ignore_index` where there is none: 0 in every output, -1 in argmax, no gradient.
+        bias: `[V]` or None.
+        temperature, softcap, pre_scale, post_scale: the transforms between product and logits, see the module.
+        return_entropy: also the entropy of each token's distribution, in nats.
+        return_argmax: also the most likely id, the lowest on ties.
+        selected_token_ids: `[K]` int64; also the log-probabilities of these ids, `[*, K]`, order and duplicates kept.
+        accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+    Returns:
+        LogprobOutput: logp `[*]` fp32; entropy fp32, argmax int64, selected fp32 where asked.
+    Memory:
+        Keeps its inputs. See the module.
+    Raises:
+        ValueError: shapes that do not fit, an empty or flat (sharded) weight, transforms out of range, bad ids.
+        IndexError: on a CPU, a target out of range; elsewhere that row becomes NaN.
+    """
+    name = OP.name
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
+    hidden = check_head(name, hidden, targets, head, ignore_index)
+    if selected_token_ids is not None:
+        require(
+            selected_token_ids.dim() == 1 and selected_token_ids.dtype == torch.int64,
+            f"{name}: selected_token_ids must be [K] int64; got {list(selected_token_ids.shape)} of "
+            f"{selected_token_ids.dtype}.",
+        )
+    transform = (ignore_index, pre_scale, softcap, post_scale / temperature)
+    place = (resolve_budget(memory_budget, hidden.device), num_valid)
+    options = (transform, accum_dtype, (return_entropy, return_argmax), place)
+    logp, entropy, argmax, selected = OP(
+        hidden, weight, targets, bias, selected_token_ids, options, impl=impl
+    )
+    return LogprobOutput(
+        logp,
+        entropy if return_entropy else None,
+        argmax if return_argmax else None,
+        None if selected_token_ids is None else selected,
+    )

@@ -1,0 +1,166 @@
+"""Losses of one's own on the head: one pass equals two passes equals eager, for any budget and any mask."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_kernel import _env
+from liger_kernel.ops import linear_logprob as lp
+from liger_kernel.ops.head import objective
+from liger_kernel.ops.head.objective import fused_linear_objective
+
+SEQUENCES, LENGTH, WIDTH, VOCAB = 5, 24, 8, 37
+
+
+@pytest.fixture(params=["triton", "torch"])
+def path(request, device):
+    if request.param == "triton" and not _env.triton_runs_on(device.type):
+        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
+    with _env.using_impl(request.param):
+        yield request.param
+
+
+def _batch(device, mask="random"):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(SEQUENCES, LENGTH, WIDTH, generator=g).to(device).requires_grad_()
+    weight = torch.randn(VOCAB, WIDTH, generator=g).to(device).requires_grad_()
+    bias = torch.randn(VOCAB, generator=g).to(device).requires_grad_()
+    targets = torch.randint(VOCAB, (SEQUENCES, LENGTH), generator=g)
+    hide = torch.rand(SEQUENCES, LENGTH, generator=g) < 0.4
+    if mask == "first":
+        hide[:, 0] = True
+    elif mask == "one sequence":
+        hide[2] = True
+    elif mask == "all":
+        hide[:] = True
+    elif mask == "only last":
+        hide[:] = True
+        hide[:, -1] = False
+    elif mask == "none":
+        hide[:] = False
+    return hidden, weight, bias, targets.masked_fill(hide, -100).to(device)
+
+
+def _per_sequence(logp, entropy):
+    """A loss that needs whole sequences: -logsigmoid of the sum, and the square of the mean entropy."""
+    return -F.logsigmoid(logp.sum(1) + 3).sum() + entropy.mean(1).square().sum()
+
+
+def _objective(tokens):
+    seq = tokens.index // LENGTH
+    zeros = tokens.logp.new_zeros(SEQUENCES)
+    lo, hi = tokens.groups
+    logp = zeros.index_add(0, seq, tokens.logp)[lo:hi]
+    entropy = zeros.index_add(0, seq, tokens.entropy)[lo:hi] / LENGTH
+    return -F.logsigmoid(logp + 3).sum() + entropy.square().sum(), logp.detach()
+
+
+@pytest.mark.parametrize("mask", ["random", "first", "one sequence", "all", "only last", "none"])
+@pytest.mark.parametrize("budget", [None, 8000, 400])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_groups(mask, budget, softcap, path, device):
+    hidden, weight, bias, targets = _batch(device, mask)
+    group = torch.arange(SEQUENCES, device=device)[:, None].expand(SEQUENCES, LENGTH)
+    transform = {"softcap": softcap, "temperature": 0.8, "pre_scale": 0.5}
+    loss, extras = fused_linear_objective(
+        hidden, weight, targets, _objective, bias=bias, group=group, n_groups=SEQUENCES, entropy=True,
+        memory_budget=budget, **transform,
+    )  # fmt: skip
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    truth = lp.reference(wide[0], wide[1], targets, bias=wide[2], return_entropy=True, **transform)
+    want = _per_sequence(truth.logp, truth.entropy)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(extras).double(), truth.logp.sum(1), rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(loss, (hidden, weight, bias))
+    wants = torch.autograd.grad(want, wide)
+    for g, w in zip(grads, wants, strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=2e-5)
+
+
+def test_a_group_that_does_not_fit_takes_two_passes(path, device, monkeypatch):
+    hidden, weight, bias, targets = _batch(device, "none")
+    calls = []
+    monkeypatch.setattr(objective, "_one_pass", lambda *a: calls.append(a))
+    group = torch.zeros_like(targets)
+    loss, extras = fused_linear_objective(
+        hidden, weight, targets, lambda t: (t.logp.sum().square(), t.groups), bias=bias, group=group, n_groups=1,
+        memory_budget=400,
+    )  # fmt: skip
+    truth = lp.reference(hidden, weight, targets, bias=bias).logp.sum().square()
+    torch.testing.assert_close(loss, truth)
+    assert extras == [(0, 1)]
+    assert not calls
+
+
+def test_tokens_on_their_own_need_no_groups(path, device):
+    hidden, weight, _, targets = _batch(device)
+    advantage = torch.randn(targets.shape, device=device)
+
+    def policy(tokens):
+        return -(advantage.reshape(-1)[tokens.index] * tokens.logp).sum(), None
+
+    loss, extras = fused_linear_objective(hidden, weight, targets, policy, memory_budget=4000)
+    want = -(advantage * lp.reference(hidden, weight, targets).logp).sum()
+    torch.testing.assert_close(loss, want)
+    assert len(extras) > 1
+    got = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight))
+    for g, a, w in zip(got, again, torch.autograd.grad(want, (hidden, weight)), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(g, a)
+
+
+def test_no_grad_makes_no_gradient(path, device, monkeypatch):
+    from liger_kernel.ops.head import engine
+
+    hidden, weight, _, targets = _batch(device)
+    monkeypatch.setattr(engine._Sums, "add", None)
+    with torch.no_grad():
+        loss, _ = fused_linear_objective(hidden, weight, targets, lambda t: (t.logp.sum(), None))
+    torch.testing.assert_close(loss, lp.reference(hidden, weight, targets).logp.sum())
+
+
+def test_fp16_waits_for_the_loss_scale(path, device):
+    """p / N underflows in fp16 unless the gradient is rounded after the upstream loss scale has come."""
+    hidden, weight, _, targets = _batch(device)
+    low = [t.detach().half().requires_grad_() for t in (hidden, weight)]
+    loss, _ = fused_linear_objective(*low, targets, lambda t: (1e-6 * t.logp.sum(), None))
+    grads = torch.autograd.grad(loss * 2.0**14, low)
+    want = torch.autograd.grad(
+        1e-6 * 2.0**14 * lp.reference(hidden, weight, targets).logp.sum(), (hidden, weight)
+    )
+    for g, w in zip(grads, want, strict=True):
+        assert (g.float() - w).norm() <= 2e-2 * w.norm()
+
+
+@pytest.mark.parametrize("shift", [-1e4, 0.0, 1e4])
+def test_offsets_and_gaps_cost_no_digits(shift, path, device):
+    """Logits a constant away from zero, 300-wide gaps and -inf entries: entropy and gradients stay finite and right."""
+    rows, gradient_ = lp.row_functions(path == "triton")
+    z = torch.randn(4, VOCAB, device=device) * 3
+    z[0, 5] += 300
+    z[1, : VOCAB // 2] = float("-inf")
+    truth = (z.double()).log_softmax(-1)
+    z = z + shift
+    truth = z.double().log_softmax(-1)
+    y = torch.full((4,), VOCAB - 1, device=device)
+    stats = rows(z, y, V=VOCAB, want_entropy=True)
+    p = truth.exp()
+    entropy = -torch.where(p > 0, p * truth, 0.0).sum(-1)
+    torch.testing.assert_close(stats.logp.double(), truth[:, -1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    one = torch.ones(4, device=device)
+    gradient_(z, y, stats, one, one, one, V=VOCAB)
+    want = -p - torch.where(p > 0, p * (truth + entropy[:, None]), 0.0)
+    want[:, -1] += 1
+    torch.testing.assert_close(z.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_that_do_not_fit_are_refused(device):
+    hidden, weight, _, targets = _batch(device)
+    with pytest.raises(ValueError, match="one label for each row"):
+        fused_linear_objective(hidden, weight, targets[:2], lambda t: (t.logp.sum(), None))
+    with pytest.raises(ValueError, match="group must have the shape"):
+        fused_linear_objective(
+            hidden, weight, targets, lambda t: (t.logp.sum(), None), group=targets[0]
+        )
