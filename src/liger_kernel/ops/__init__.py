@@ -10,6 +10,7 @@ _NAMES = {
         "LigerFusedLinearCrossEntropyFunction fused_linear_cross_entropy_backward "
         "fused_linear_cross_entropy_forward"
     ),
+    "fused_linear_scaled_cross_entropy": "LigerFusedLinearScaledCrossEntropyFunction",
     "geglu": "LigerGELUMulFunction geglu_backward geglu_forward",
     "rms_norm": "LigerRMSNormFunction rms_norm_backward rms_norm_forward",
     "rope": "LigerRopeFunction rope_backward rope_forward",

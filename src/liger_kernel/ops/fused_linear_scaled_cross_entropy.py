@@ -1,0 +1,101 @@
+"""Per-token negative log-probabilities of a linear head, as reinforcement-learning trainers call them.
+
+    nll = lse(z / temperature) - z_y / temperature        z = h W^T        [M] fp32
+
+A thin form of `linear_logprob` under the name, argument order and checks of the contract.
+"""
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._op import require
+from liger_kernel.ops.linear_logprob import linear_logprob
+
+
+class LigerFusedLinearScaledCrossEntropyFunction:
+    """The function under the name of the contract."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0, ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1, return_entropy: bool = False, selected_token_ids: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Negative log-probabilities of `target`, unreduced and differentiable in _input and weight.
+
+        Args:
+            _input: `[M, H]` hidden states. weight: `[V, H]` of the same dtype. target: `[M]` int64, `ignore_index`
+                where there is none: 0 everywhere, no gradient.
+            temperature: divides the logits; finite and positive.
+            m_tiles_per_cluster: checked and ignored: there is nothing to tune here.
+            return_entropy: also each token's entropy `[M]`, in _input's dtype, differentiable.
+            selected_token_ids: `[K]` int64; also these ids' log-probabilities `[M, K]` fp32, differentiable.
+        Returns:
+            nll `[M]` fp32 alone, or a tuple nll [, entropy] [, selected].
+        Memory:
+            Keeps its inputs; the logits are made a chunk at a time and again in backward.
+        Raises:
+            TypeError: dtypes or kinds of arguments; ValueError: shapes, devices, ranges;
+            IndexError: a target out of range, on a CPU (elsewhere that row is NaN).
+        """
+        _check(
+            _input,
+            weight,
+            target,
+            temperature,
+            m_tiles_per_cluster,
+            return_entropy,
+            selected_token_ids,
+        )
+        found = linear_logprob(
+            _input, weight, target, temperature=float(temperature), ignore_index=ignore_index,
+            return_entropy=return_entropy, selected_token_ids=selected_token_ids,
+        )  # fmt: skip
+        nll = -found.logp
+        if not return_entropy and selected_token_ids is None:
+            return nll
+        entropy = () if found.entropy is None else (found.entropy.to(_input.dtype),)
+        return nll, *entropy, *(() if found.selected is None else (found.selected,))
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: Any, tiles: Any, return_entropy: Any,
+    ids: Tensor | None,
+) -> None:  # fmt: skip
+    name = "LigerFusedLinearScaledCrossEntropyFunction"
+    number = isinstance(temperature, Real) and not isinstance(temperature, bool)
+    require(number, f"{name}: temperature must be a number; got {temperature!r}.", TypeError)
+    whole = isinstance(tiles, int) and not isinstance(tiles, bool)
+    require(whole, f"{name}: m_tiles_per_cluster must be an int; got {tiles!r}.", TypeError)
+    flag = isinstance(return_entropy, bool)
+    require(flag, f"{name}: return_entropy must be a bool; got {return_entropy!r}.", TypeError)
+    require(
+        hidden.dtype == weight.dtype,
+        f"{name}: _input and weight must have one dtype; got {hidden.dtype} and {weight.dtype}.",
+        TypeError,
+    )
+    require(
+        target.dtype == torch.int64 and (ids is None or ids.dtype == torch.int64),
+        f"{name}: target and selected_token_ids must be int64.",
+        TypeError,
+    )
+    require(
+        math.isfinite(temperature) and temperature > 0,
+        f"{name}: temperature must be finite and positive; got {temperature}.",
+    )
+    require(tiles >= 1, f"{name}: m_tiles_per_cluster must be at least 1; got {tiles}.")
+    require(
+        hidden.dim() == 2 and hidden.numel() > 0 and target.shape == hidden.shape[:1],
+        f"{name}: _input must be [M, H] and target [M], not empty; got {list(hidden.shape)} and {list(target.shape)}.",
+    )
+    devices = {t.device for t in (hidden, weight, target, ids) if t is not None}
+    require(len(devices) == 1, f"{name}: all tensors must be on one device; got {devices}.")
+    in_range = (
+        ids is None
+        or ids.device.type != "cpu"
+        or bool(((ids >= 0) & (ids < weight.shape[0])).all())
+    )
+    require(in_range, f"{name}: selected_token_ids must lie in [0, {weight.shape[0]}).")
