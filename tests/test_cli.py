@@ -106,3 +106,17 @@ def test_probe(capsys):
 def test_nothing_heavy_is_imported():
     code = "import sys, liger_kernel.cli as c; c.main(['env']); print('heavy', 'transformers' in sys.modules)"
     assert "heavy False" in isolated.run(code)
+
+
+def test_plan_says_what_it_will_do(capsys):
+    assert main(["plan", "--budget", "512M"]) == 0
+    said = capsys.readouterr().out
+    assert "chunks     4 of 2,048 tokens" in said
+    assert "logits     501 MiB at a time, of 2,004 MiB" in said
+    assert "64 MiB for the hidden states, 1,002 MiB for the head" in said
+
+
+@pytest.mark.parametrize("argv", [["--tokens", "0"], ["--budget", "lots"]])
+def test_plan_refuses_nonsense_in_one_line(argv, capsys):
+    assert main(["plan", *argv]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

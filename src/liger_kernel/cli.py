@@ -1,4 +1,4 @@
-"""The `liger-kernel` command: train, bench, env, probe.
+"""The `liger-kernel` command: train, bench, plan, env, probe.
 
 Each subcommand is imported only when it is asked for, so `liger-kernel env` works where nothing else does.
 Exit codes: 0 done; 1 done but wrong (curves that disagree, a run that failed); 2 bad arguments or input;
@@ -63,9 +63,30 @@ def _probe(argv: Sequence[str]) -> int:
     return 0
 
 
+def _plan(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("liger-kernel plan", description=_COMMANDS["plan"][1])
+    add = parser.add_argument
+    add("--tokens", type=int, default=8192, help="that are not ignored, default 8192")
+    add("--hidden", type=int, default=4096, help="width of the hidden states, default 4096")
+    add("--vocab", type=int, default=128256, help="rows of the head, default 128256")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default bf16")
+    add("--budget", help="bytes, 256M, or a share of the device's memory such as 0.01")
+    args = parser.parse_args(argv)
+    if min(args.tokens, args.hidden, args.vocab) < 1:
+        raise UsageError("--tokens, --hidden and --vocab must be positive.")
+    from liger_kernel.ops.head.plan import describe
+
+    try:
+        print(describe(args.tokens, args.vocab, args.hidden, args.dtype, args.budget))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return 0
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "fine-tune a model plain and patched, and compare"),
     "bench": (_bench, "measure the kernels beside eager PyTorch and torch.compile"),
+    "plan": (_plan, "print how the vocabulary head would chunk a batch, and the bytes it takes"),
     "env": (_env, "print what a bug report needs"),
     "probe": (_probe, "print what would be swapped in a model, and why not the rest"),
 }

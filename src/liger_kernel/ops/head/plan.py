@@ -64,6 +64,31 @@ def plan(
     return Plan(tokens, max(rows, 1), cdiv(tokens, max(rows, 1)), row_stride, rows * row_bytes)
 
 
+def describe(tokens: int, vocab: int, hidden: int, dtype: str, budget: str | None) -> str:
+    """The plan of the default device in words; dtype: "bf16", "fp16" or "fp32"."""
+    device = _env.default_device()
+    size = 4 if dtype == "fp32" else 2
+    asked = float(budget) if budget is not None and budget.startswith("0.") else budget
+    limit = resolve_budget(asked, device)
+    todo = plan(tokens, vocab, hidden, size, limit)
+
+    def mib(n: int) -> str:
+        return f"{n * size / _env.MIB:,.0f} MiB"
+
+    source = f"default of {_env.device_info(device).name}" if budget is None else "given"
+    return "\n".join(
+        (
+            f"{tokens:,} tokens of width {hidden:,} into {vocab:,} classes, {dtype}",
+            f"budget     {limit / _env.MIB:,.0f} MiB ({source})",
+            f"chunks     {todo.chunks} of {todo.rows:,} tokens",
+            f"logits     {todo.buffer_bytes / _env.MIB:,.0f} MiB at a time, of {mib(tokens * vocab)}",
+            f"gradients  {mib(tokens * hidden)} for the hidden states, {mib(vocab * hidden)} for the head",
+            "products   3 for a loss known in the forward pass; 4 for per-token log-probabilities, "
+            'reduction="none" and fp16',
+        )
+    )
+
+
 def resolve_budget(asked: int | float | str | None, device: torch.device) -> int:
     """Bytes from `memory_budget=`: an int or "256M" is bytes, a float in (0, 1) a share of device
     memory, None the default.
