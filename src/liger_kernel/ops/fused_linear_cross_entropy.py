@@ -22,12 +22,11 @@ from liger_kernel.ops import cross_entropy as ce
 from liger_kernel.ops._ce_batch import denominators
 from liger_kernel.ops._ce_kernels import ce_rows
 from liger_kernel.ops._ce_torch import ce_rows_torch
-from liger_kernel.ops._labels import check_labels
-from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
+from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
-from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 
 # 1 reference
@@ -293,15 +292,9 @@ def fused_linear_cross_entropy(
             (LIGER_KERNEL_VALIDATE=1 raises there too).
     """
     name = OP.name
-    HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature).check(input, name)
-    require(
-        target.numel() == input.shape[:-1].numel(),
-        f"{name}: target must hold one label for each row of input {list(input.shape)}; got {list(target.shape)}.",
-    )
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
     ce.check_options(name, weight.shape[0], ce_weight, label_smoothing, reduction, softcap)
-    check_labels(name, target, weight.shape[0], ignore_index)
-    if torch.is_autocast_enabled(input.device.type):
-        input = input.to(torch.get_autocast_dtype(input.device.type))
+    input = check_head(name, input, target, head, ignore_index)
     options = {
         "ignore_index": ignore_index, "label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale,
         "reduction": reduction, "pre_scale": pre_scale, "softcap": softcap, "post_scale": post_scale / temperature,

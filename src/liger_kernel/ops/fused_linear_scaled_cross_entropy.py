@@ -83,7 +83,7 @@ def _check(
         TypeError,
     )
     require(
-        math.isfinite(temperature) and temperature > 0,
+        math.isfinite(temperature) and float(temperature) > 0,
         f"{name}: temperature must be finite and positive; got {temperature}.",
     )
     require(tiles >= 1, f"{name}: m_tiles_per_cluster must be at least 1; got {tiles}.")

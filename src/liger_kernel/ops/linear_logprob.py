@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _logp_kernels, _logp_torch
-from liger_kernel.ops._labels import check_labels
 from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
 from liger_kernel.ops.head.engine import Gradients, Wanted, run, valid_tokens
-from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 
 
@@ -310,20 +309,6 @@ OP = Op(
 )
 
 # 4 public
-
-
-def check_head(
-    op: str, hidden: Tensor, targets: Tensor, head: HeadParams, ignore_index: int
-) -> Tensor:
-    """The checks every loss on a head makes; -> hidden, in autocast's dtype where that is on."""
-    head.check(hidden, op)
-    require(
-        targets.numel() == hidden.shape[:-1].numel(),
-        f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got {list(targets.shape)}.",
-    )
-    check_labels(op, targets, head.weight.shape[0], ignore_index)
-    kind = hidden.device.type
-    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
 
 
 def linear_logprob(

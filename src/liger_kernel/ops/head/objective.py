@@ -25,11 +25,10 @@ from torch import Tensor
 from liger_kernel.ops._op import first_order, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Gradients, Wanted, plan_for, run
-from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.linear_logprob import (
     OP,
-    check_head,
     linear_logprob,
     row_functions,
     transforms,

@@ -5,8 +5,10 @@ and logits.
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from liger_kernel.ops._labels import check_labels
 from liger_kernel.ops._op import require
 
 
@@ -56,3 +58,17 @@ class HeadParams:
             math.isfinite(self.temperature) and self.temperature > 0,
             f"{op}: temperature must be positive; got {self.temperature}.",
         )
+
+
+def check_head(
+    op: str, hidden: Tensor, targets: Tensor, head: HeadParams, ignore_index: int
+) -> Tensor:
+    """The checks every loss on a head makes; -> hidden, in autocast's dtype where that is on."""
+    head.check(hidden, op)
+    require(
+        targets.numel() == hidden.shape[:-1].numel(),
+        f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got {list(targets.shape)}.",
+    )
+    check_labels(op, targets, head.weight.shape[0], ignore_index)
+    kind = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
