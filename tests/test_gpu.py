@@ -129,3 +129,35 @@ def test_second_device(device):
     here, there = (rms_norm(x.to(d), w.to(d)).cpu() for d in (device, other))
     assert torch.equal(here, there)
     assert _env.current_device(device.type) == device
+
+
+def test_cpu_and_accelerator_tensors_in_one_process(device):
+    """The path is chosen per call: the same function serves both, whichever came first."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 64), torch.randn(500, 64)
+    target = torch.randint(500, (40,))
+    losses = []
+    for place in ("cpu", device, "cpu", device):
+        h, w = (t.to(place).requires_grad_() for t in (hidden, weight))
+        loss = fused_linear_cross_entropy(rms_norm(h, None), w, target.to(place)).loss
+        losses.append([t.cpu() for t in (loss.detach(), *torch.autograd.grad(loss, (h, w)))])
+    for other in losses[1:]:
+        for a, b in zip(losses[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-5)
+
+
+def test_token_counts_do_not_multiply_kernels(device):
+    """Fifty batch lengths share a handful of compiled kernels."""
+    from liger_kernel.ops import _triton
+
+    weight = torch.ones(256, dtype=torch.bfloat16, device=device)
+    head = torch.randn(999, 256, dtype=torch.bfloat16, device=device).requires_grad_()
+    before = len(_triton._compiled)
+    for length in torch.randint(
+        2, 4000, (50,), generator=torch.Generator().manual_seed(0)
+    ).tolist():
+        x = torch.randn(length, 256, dtype=torch.bfloat16, device=device).requires_grad_()
+        target = torch.randint(999, (length,), device=device)
+        loss = fused_linear_cross_entropy(rms_norm(x, weight), head, target).loss
+        torch.autograd.grad(loss, (x, head))
+    assert len(_triton._compiled) - before <= 24
