@@ -5,6 +5,7 @@ A row names its inputs, its shapes, and the plain torch that users would write w
 the operator's public function, the floor comes from its `OP.cost`.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,27 @@ def _logits(make: Make, tokens: int, vocabulary: int) -> Inputs:
     return {"input": make(tokens, vocabulary), "target": make.ids(vocabulary, tokens)}
 
 
+def _two_log_probs(make: Make, tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """fp32, as distillation has them."""
+    student, teacher = (make(tokens, vocabulary).float() for _ in range(2))
+    return student.log_softmax(-1), teacher.log_softmax(-1)
+
+
+def _kl_div(make: Make, tokens: int, vocabulary: int) -> Inputs:
+    student, teacher = _two_log_probs(make, tokens, vocabulary)
+    return {"y_pred": student, "y_true": teacher.exp_()}
+
+
+def _jsd(make: Make, tokens: int, vocabulary: int) -> Inputs:
+    student, teacher = _two_log_probs(make, tokens, vocabulary)
+    return {"log_q": student, "log_p": teacher}
+
+
+def _tvd(make: Make, tokens: int, vocabulary: int) -> Inputs:
+    student, teacher = _two_log_probs(make, tokens, vocabulary)
+    return {"p": student.exp_(), "q": teacher.exp_()}
+
+
 def _head(
     make: Make, tokens: int, hidden: int, vocabulary: int, ignored_percent: int = 0
 ) -> Inputs:
@@ -69,6 +91,20 @@ def _cross_entropy_eager(input: Tensor, target: Tensor) -> Tensor:
 
 def _head_eager(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return _cross_entropy_eager(torch.nn.functional.linear(input, weight), target)
+
+
+def _kl_div_eager(y_pred: Tensor, y_true: Tensor) -> Tensor:
+    return torch.nn.functional.kl_div(y_pred, y_true, reduction="batchmean")
+
+
+def _jsd_eager(log_q: Tensor, log_p: Tensor) -> Tensor:
+    log_m = torch.logaddexp(log_q, log_p) - math.log(2.0)
+    kl = partial(torch.nn.functional.kl_div, reduction="batchmean", log_target=True)
+    return 0.5 * (kl(log_m, log_p) + kl(log_m, log_q))
+
+
+def _tvd_eager(p: Tensor, q: Tensor) -> Tensor:
+    return 0.5 * (p - q).abs().sum() / p.shape[0]
 
 
 # Ours, where it takes more than the operator's own name ---------------------------------------------------------------
@@ -109,6 +145,13 @@ _GATED = {
     "shapes": {"8192x14336": (8192, 14336)},
     "tiny": (64, 1024),
     "quick": ("8192x14336",),
+}
+
+_PAIR = {
+    "shapes": {"4096x128256": (4096, 128256)},
+    "tiny": (64, 1024),
+    "quick": ("4096x128256",),
+    "modes": (BOTH,),  # ours makes the gradient in forward: the parts are not comparable
 }
 
 TABLE = [
@@ -183,6 +226,15 @@ TABLE = [
         products=_head_products,
     ),
     Bench(
+        "kl_div",
+        inputs=_kl_div,
+        grads=("y_pred",),
+        eager=lambda ops: _kl_div_eager,
+        **_PAIR,
+    ),
+    Bench("jsd", inputs=_jsd, grads=("log_q",), eager=lambda ops: _jsd_eager, **_PAIR),
+    Bench("tvd", inputs=_tvd, grads=("p",), eager=lambda ops: _tvd_eager, **_PAIR),
+    Bench(
         "linear_logprob",
         inputs=_head,
         grads=("input", "weight"),
@@ -194,7 +246,6 @@ TABLE = [
         eager=lambda ops: _logprob_eager,
         ours={"ours": _logprob_ours},
         cost=_head_cost,
-        products=_head_products,
     ),
 ]
 
@@ -212,6 +263,11 @@ PEERS = {
             "fused_linear_cross_entropy": lambda f, input, weight, target: (
                 f.liger_fused_linear_cross_entropy(input, weight, target)
             ),
+            "kl_div": lambda f, y_pred, y_true: f.liger_kl_div(
+                y_pred, y_true, reduction="batchmean"
+            ),
+            "jsd": lambda f, log_q, log_p: f.liger_jsd(log_q, log_p),
+            "tvd": lambda f, p, q: f.liger_tvd(p, q, reduction="batchmean"),
         },
     ),
 }

@@ -24,6 +24,7 @@ LAYERS = {
     "transformers.mlp": 3,
     "transformers.rope": 3,
     "transformers.loss": 3,
+    "transformers.divergence": 3,
     "transformers.model": 4,
     "transformers.patch": 4,
     "megatron": 5,

@@ -29,6 +29,14 @@ TABLE: dict[str, dict[str, str]] = {
         "transformers.mlp": "LigerGEGLUMLP LigerGEGLUMLPForGemma4",
         "ops.geglu": "LigerGELUMulFunction",
     },
+    "transformers.jsd": {
+        "transformers.divergence": "LigerJSD",
+        "ops.jsd": "LigerJSDFunction",
+    },
+    "transformers.kl_div": {
+        "transformers.divergence": "LigerKLDIVLoss",
+        "ops.kl_div": "LigerKLDivLossFunction",
+    },
     "transformers.rms_norm": {
         "transformers.norm": (
             "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 "
@@ -43,6 +51,10 @@ TABLE: dict[str, dict[str, str]] = {
             "LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer"
         ),
         "ops.swiglu": "LigerSiLUMulFunction",
+    },
+    "transformers.tvd": {
+        "transformers.divergence": "LigerTVDLoss",
+        "ops.tvd": "LigerTVDLossFunction",
     },
     "transformers.trainer_integration": {"transformers.monkey_patch": "_apply_liger_kernel"},
 }

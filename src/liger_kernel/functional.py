@@ -15,6 +15,8 @@ from liger_kernel.ops import _op, _triton
 from liger_kernel.ops import cross_entropy as _cross_entropy
 from liger_kernel.ops import fused_linear_cross_entropy as _fused_linear_cross_entropy
 from liger_kernel.ops import geglu as _geglu
+from liger_kernel.ops import jsd as _jsd
+from liger_kernel.ops import kl_div as _kl_div
 from liger_kernel.ops import rms_norm as _rms_norm
 from liger_kernel.ops import rope as _rope
 from liger_kernel.ops import swiglu as _swiglu
@@ -23,6 +25,8 @@ __all__ = [
     "cross_entropy",
     "fused_linear_cross_entropy",
     "geglu",
+    "jsd",
+    "kl_div",
     "rms_norm",
     "rope",
     "swiglu",
@@ -192,6 +196,39 @@ def fused_linear_cross_entropy(
             impl=_impl("fused_linear_cross_entropy", impl, mode, backend),
         )
     )
+
+
+def jsd(
+    _input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of the student's log-probabilities `_input` and the
+    teacher's, a mean over rows in _input's dtype."""
+    chosen = _impl("jsd", impl, mode, backend)
+    return _jsd.jsd(_input, target, shift_labels, beta, ignore_index, impl=chosen)
+
+
+def kl_div(
+    y_pred: Tensor,
+    y_true: Tensor,
+    reduction: str = "batchmean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """KL(y_true || y_pred) of log-probabilities y_pred and probabilities y_true, in fp32."""
+    chosen = _impl("kl_div", impl, mode, backend)
+    return _kl_div.kl_div(y_pred, y_true, reduction, log_target, eps, impl=chosen)
 
 
 def _outputs(result: "_cross_entropy.CrossEntropyOutput") -> _Outputs:

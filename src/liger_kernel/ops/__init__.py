@@ -12,11 +12,14 @@ _NAMES = {
     ),
     "fused_linear_scaled_cross_entropy": "LigerFusedLinearScaledCrossEntropyFunction",
     "geglu": "LigerGELUMulFunction geglu_backward geglu_forward",
+    "jsd": "LigerJSDFunction jsd_backward jsd_forward",
+    "kl_div": "LigerKLDivLossFunction",
     "rms_norm": "LigerRMSNormFunction rms_norm_backward rms_norm_forward",
     "rope": "LigerRopeFunction rope_backward rope_forward",
     "swiglu": (
         "LigerFusedGateUpSiLUMulFunction LigerSiLUMulFunction swiglu_backward swiglu_forward"
     ),
+    "tvd": "LigerTVDLossFunction",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -11,6 +11,7 @@ from liger_kernel import _aliases, _env
 
 # module -> the names it offers here
 _LAYERS = {
+    "divergence": "LigerJSD LigerKLDIVLoss LigerTVDLoss",
     "loss": "LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss",
     "mlp": (
         "LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP "

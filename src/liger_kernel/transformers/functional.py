@@ -13,9 +13,12 @@ from torch import Tensor
 from liger_kernel.ops import cross_entropy as _cross_entropy
 from liger_kernel.ops import fused_linear_cross_entropy as _fused_linear_cross_entropy
 from liger_kernel.ops import geglu as _geglu
+from liger_kernel.ops import jsd as _jsd
+from liger_kernel.ops import kl_div as _kl_div
 from liger_kernel.ops import rms_norm as _rms_norm
 from liger_kernel.ops import rope as _rope
 from liger_kernel.ops import swiglu as _swiglu
+from liger_kernel.ops import tvd as _tvd
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 
 __all__ = [
@@ -23,9 +26,12 @@ __all__ = [
     "liger_cross_entropy",
     "liger_fused_linear_cross_entropy",
     "liger_geglu",
+    "liger_jsd",
+    "liger_kl_div",
     "liger_rms_norm",
     "liger_rope",
     "liger_swiglu",
+    "liger_tvd",
 ]
 
 
@@ -177,3 +183,40 @@ def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """gelu(a) * b with the tanh form of GELU; see `liger_kernel.ops.geglu`."""
     return _geglu.geglu(a, b)
+
+
+def liger_kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> Tensor:
+    """KL(target || input), a mean over elements by default; see `liger_kernel.ops.kl_div`.
+    `size_average` and `reduce` are torch's deprecated arguments, ignored."""
+    return _kl_div.kl_div(input, target, reduction, log_target, eps)
+
+
+def liger_jsd(
+    input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of log-probabilities; see `liger_kernel.ops.jsd`."""
+    return _jsd.jsd(input, target, shift_labels, beta, ignore_index)
+
+
+def liger_tvd(
+    input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """Total variation distance of probabilities, a mean over elements by default; see
+    `liger_kernel.ops.tvd`."""
+    return _tvd.tvd(input, target, shift_labels, reduction, ignore_index)
