@@ -1,7 +1,7 @@
 """Every kernel compiles for real targets, without a GPU: Triton's interpreter accepts programs its compiler refuses.
 
-The launches of every row of `cases.py` are recorded instead of run, and each distinct one is handed to the compiler with
-the arguments' own specialisation.
+The launches of every row of `cases.py` are recorded instead of run, and each distinct one is handed to the compiler
+with the arguments' own specialisation.
 """
 
 import sys
