@@ -27,6 +27,10 @@ CONTRACT = (Path(__file__).parent / "contract.txt").read_text().splitlines()
 # module: names that released versions of transformers, TRL, axolotl, LLaMA-Factory, verl,
 # ms-swift, oumi, nemo-automodel and OpenRLHF import
 IMPORTED = {
+    "liger_kernel.chunked_loss": (
+        "LigerFusedLinearDPOLoss LigerFusedLinearGRPOLoss LigerFusedLinearKTOLoss"
+    ),
+    "liger_kernel.ops": "LigerFusedLinearScaledCrossEntropyFunction",
     "liger_kernel.ops.backends.registry": "IMPL_REGISTRY",
     "liger_kernel.ops.fused_linear_cross_entropy": (
         "fused_linear_cross_entropy_forward fused_linear_cross_entropy_backward"
