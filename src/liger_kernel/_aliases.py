@@ -16,6 +16,10 @@ ROOT = __package__ or "liger_kernel"
 
 # path -> {module: names}
 TABLE: dict[str, dict[str, str]] = {
+    "ops.grpo_loss": {
+        "ops.selective_log_softmax": "fused_selective_log_softmax",
+        "transformers.grpo_loss": "GrpoLossFunction",
+    },
     "transformers.cross_entropy": {
         "transformers.loss": "LigerCrossEntropyLoss",
         "ops.cross_entropy": "CrossEntropyOutput LigerCrossEntropyFunction",

@@ -14,6 +14,7 @@ _NAMES = {
     "geglu": "LigerGELUMulFunction geglu_backward geglu_forward",
     "jsd": "LigerJSDFunction jsd_backward jsd_forward",
     "kl_div": "LigerKLDivLossFunction",
+    "grpo_loss": "GrpoLossFunction",
     "rms_norm": "LigerRMSNormFunction rms_norm_backward rms_norm_forward",
     "rope": "LigerRopeFunction rope_backward rope_forward",
     "swiglu": (

@@ -22,7 +22,7 @@ _LAYERS = {
 }
 _HOME = {name: module for module, names in _LAYERS.items() for name in names.split()}
 _AUTO_MODEL = "AutoLigerKernelForCausalLM"
-_FILES = ["auto_model", "fsdp", "functional", "model", "monkey_patch", "patch"]
+_FILES = ["auto_model", "fsdp", "functional", "grpo_loss", "model", "monkey_patch", "patch"]
 _SUBMODULES = {*_FILES, *_LAYERS} | {
     path.removeprefix("transformers.")
     for path in _aliases.TABLE

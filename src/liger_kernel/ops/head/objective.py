@@ -217,7 +217,7 @@ def fused_linear_objective(
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
     hidden = check_head(name, hidden, targets, head, ignore_index)
     require(
-        group is None or (group.shape == targets.shape and n_groups > 0),
+        group is None or (group.shape == targets.shape and (n_groups > 0 or not targets.numel())),
         f"{name}: group must have the shape of targets {list(targets.shape)} and n_groups must be positive; got "
         f"{None if group is None else list(group.shape)} and {n_groups}.",
     )
