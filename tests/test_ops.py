@@ -49,10 +49,7 @@ def path(request, device):
         yield request.param
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=_id)
-
-
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_id)
 @pytest.mark.parametrize(("case", "shape", "options"), list(_points()))
 def test_accurate(case, shape, options, dtype, path, device):
     if dtype not in case.dtypes:
@@ -60,8 +57,16 @@ def test_accurate(case, shape, options, dtype, path, device):
     properties.accurate(case, shape, options, dtype, device)
 
 
+@pytest.mark.parametrize(("case", "shape", "options"), list(_small_points()))
+def test_accurate_in_fp16(case, shape, options, path, device):
+    """One shape here; every one in `test_accurate_everywhere`."""
+    if torch.float16 not in case.dtypes:
+        pytest.skip(f"{case.name} is not defined for fp16")
+    properties.accurate(case, shape, options, torch.float16, device)
+
+
 @pytest.mark.slow
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=_id)
 @pytest.mark.parametrize(("case", "shape", "options"), list(_points(every_option=True)))
 def test_accurate_everywhere(case, shape, options, dtype, path, device):
     if dtype not in case.dtypes:

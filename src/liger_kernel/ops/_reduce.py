@@ -7,7 +7,8 @@ from torch import Tensor
 
 from liger_kernel.ops._triton import cdiv, launch, tl, triton
 
-_ROWS, _COLUMNS, _WARPS = 64, 16, 4
+_ROWS, _COLUMNS, _WARPS = 64, 16, 4  # measured up to 16384 columns; beyond, programs abound
+_WIDE = 16384
 
 
 @triton.jit
@@ -26,7 +27,8 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Column sums of contiguous fp32 `[G, D]` (G x D below 2^31), rounded once to `dtype`."""
     n_rows, n_cols = partials.shape
     out = torch.empty(n_cols, dtype=dtype, device=partials.device)
-    meta = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
-    grid = (cdiv(n_cols, _COLUMNS),)
+    columns = _COLUMNS if n_cols <= _WIDE else 8 * _COLUMNS
+    meta = {"ROWS": _ROWS, "COLUMNS": columns, "num_warps": _WARPS}
+    grid = (cdiv(n_cols, columns),)
     launch(_sum_kernel, grid, partials.device, out, partials, n_rows, n_cols, **meta)
     return out
