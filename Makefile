@@ -48,7 +48,7 @@ lint: $(installed)
 	$(run) -m pyright --pythonpath $(shell command -v $(run))
 
 docs: $(installed)
-	$(run) -m pip install --quiet ".[docs]"
+	$(run) -m pip install --quiet -c constraints.txt ".[docs]"
 	$(run) -m mkdocs build
 
 clean:

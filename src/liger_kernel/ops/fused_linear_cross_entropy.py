@@ -293,8 +293,8 @@ def fused_linear_cross_entropy(
     """
     name = OP.name
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
-    ce.check_options(name, weight.shape[0], ce_weight, label_smoothing, reduction, softcap)
     input = check_head(name, input, target, head, ignore_index)
+    ce.check_options(name, weight.shape[0], ce_weight, label_smoothing, reduction, softcap)
     options = {
         "ignore_index": ignore_index, "label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale,
         "reduction": reduction, "pre_scale": pre_scale, "softcap": softcap, "post_scale": post_scale / temperature,
