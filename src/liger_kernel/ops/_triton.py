@@ -35,7 +35,7 @@ except ImportError:
     triton: Any = _Absent()
     tl: Any = _Absent()
 
-__all__ = ["AVAILABLE", "block_of", "cdiv", "launch", "tl", "triton", "warps_for"]
+__all__ = ["AVAILABLE", "block_of", "cdiv", "launch", "tl", "triton"]
 
 
 _compiled: dict[Any, Any] = {}
@@ -83,10 +83,3 @@ def cdiv(a: int, b: int) -> int:
 def block_of(n: int) -> int:
     """The smallest power of two that is at least n (and at least 1)."""
     return 1 << max(n - 1, 0).bit_length()
-
-
-def warps_for(elements: int, device: torch.device, per_warp: int = 512) -> int:
-    """Warps for a program that holds `elements` values in registers, within what the device
-    allows.
-    """
-    return min(max(block_of(cdiv(elements, per_warp)), 4), _env.device_info(device).max_warps)
