@@ -1,1 +1,1 @@
-"""Benchmarks: `liger-kernel bench`. The rows stand in benchmarks/table.py."""
+"""Benchmarks: `liger-kernel bench`. The rows stand in benchmarks/rows."""

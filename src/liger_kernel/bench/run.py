@@ -1,4 +1,4 @@
-"""`liger-kernel bench`: measure the rows of benchmarks/table.py on this machine.
+"""`liger-kernel bench`: measure the rows of benchmarks/rows on this machine.
 
 Every row runs eager PyTorch, torch.compile and ours in one process (`harness`), other libraries in
 processes of their own (`peer`), and is held against what the card attains in the same run
