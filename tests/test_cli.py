@@ -68,6 +68,10 @@ def test_broken_checkpoints(capsys, tmp_path):
     assert "nonesuch" in _fails(capsys, "train", "--out", str(tmp_path), "--model", str(tmp_path))
     (tmp_path / "broken.json").write_text("{")
     assert "broken" in _fails(capsys, "probe", str(tmp_path / "broken.json"))
+
+
+def test_broken_gguf(capsys, tmp_path):
+    pytest.importorskip("gguf")
     (tmp_path / "not.gguf").write_bytes(b"GGUF but not really")
     assert "not" in _fails(
         capsys, "train", "--out", str(tmp_path), "--model", str(tmp_path / "not.gguf")

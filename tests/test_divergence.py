@@ -209,7 +209,7 @@ def test_two_backwards(device, name, dtype):
         for v in (1.0, 1.0, 4.0)
     )
     assert first.dtype == dtype
-    assert torch.equal(first, second)
+    torch.testing.assert_close(first, second)  # the first was made in forward, by another kernel
     torch.testing.assert_close(scaled, 4 * first, rtol=1e-2, atol=1e-6)
 
 

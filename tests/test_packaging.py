@@ -113,6 +113,8 @@ def test_another_distribution_of_the_name_is_reported_once(tmp_path):
         "Metadata-Version: 2.1\nName: liger_kernel_nightly\nVersion: 0.8.5\n"
     )
     (info / "RECORD").write_text("liger_kernel/__init__.py,,\n")
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").touch()
     code = """
 import liger_kernel, importlib
 importlib.import_module("liger_kernel.functional")

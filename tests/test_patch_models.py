@@ -109,6 +109,8 @@ def test_logits_without_labels_are_real(pair):
 
 def test_generation_is_unchanged(pair):
     plain, patched = (model.eval() for model in pair)
+    for model in pair:
+        model.config.output_router_logits = False  # breaks generate() in transformers 5.17
     ids = batch(tokens=5)["input_ids"]
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(plain.generate(ids, **options), patched.generate(ids, **options))

@@ -64,7 +64,7 @@ ROWS = [
             "D": (4096, 8192, 151936),
             "E": (32768, 4096, 128256),
         },
-        tiny=(64, 64, 1024),
+        tiny=(16, 64, 1024),
         quick=("A", "A/60"),
         modes=(BOTH,),  # likewise
         clock="wall",
@@ -83,7 +83,7 @@ ROWS = [
         inputs=_head,
         grads=("input", "weight"),
         shapes={"A": (8192, 4096, 128256)},
-        tiny=(64, 64, 1024),
+        tiny=(16, 64, 1024),
         quick=(),
         modes=(BOTH,),
         clock="wall",

@@ -243,6 +243,10 @@ def memory_budget(device: torch.device) -> int:
     return min(max(device_info(device).total_memory // 200, 128 * MIB), 640 * MIB)
 
 
+# What torch.compiler.assume_constant_result does, which would import the whole compiler.
+memory_budget._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def parse_bytes(text: str, source: str) -> int:
     """ "256M" -> 268435456. Suffixes K, M, G (binary), optionally followed by B or iB."""
     number = text.strip().lower().removesuffix("b").removesuffix("i")

@@ -105,7 +105,14 @@ def reduced(
             z = stats.z.to(dtype, copy=True)
         return stats.loss.to(dtype, copy=True), z, accuracy, predicted
     if want_z:
-        z = stats.z.sum().to(dtype)
+        z = _cast(stats.z.sum(), dtype)
     if accuracy is not None:
         accuracy = accuracy.sum() / (target != ignore_index).sum().clamp(min=1)
-    return stats.loss.sum().to(dtype), z, accuracy, predicted
+    return _cast(stats.loss.sum(), dtype), z, accuracy, predicted
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)` that leaves no trace where it would do nothing: torch.compile of 2.11 takes the
+    `to` for a second output of the autograd.Function and loses the gradient of the first.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
