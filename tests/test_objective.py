@@ -5,9 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel import _env
+from liger_kernel.ops import _logp_kernels, _logp_torch
 from liger_kernel.ops import linear_logprob as lp
 from liger_kernel.ops.head import objective
 from liger_kernel.ops.head.objective import fused_linear_objective
+from liger_kernel.ops.head.rows import RowMath
+from liger_kernel.ops.head.shard import VocabShard
 
 SEQUENCES, LENGTH, WIDTH, VOCAB = 5, 24, 8, 37
 
@@ -136,7 +139,7 @@ def test_fp16_waits_for_the_loss_scale(path, device):
 @pytest.mark.parametrize("shift", [-1e4, 0.0, 1e4])
 def test_offsets_and_gaps_cost_no_digits(shift, path, device):
     """Logits a constant away from zero, 300-wide gaps and -inf entries: entropy and gradients stay finite and right."""
-    rows, gradient_ = lp.row_functions(path == "triton")
+    math = RowMath(VOCAB, -100, path == "triton")
     z = torch.randn(4, VOCAB, device=device) * 3
     z[0, 5] += 300
     z[1, : VOCAB // 2] = float("-inf")
@@ -144,13 +147,13 @@ def test_offsets_and_gaps_cost_no_digits(shift, path, device):
     z = z + shift
     truth = z.double().log_softmax(-1)
     y = torch.full((4,), VOCAB - 1, device=device)
-    stats = rows(z, y, V=VOCAB, want_entropy=True)
+    stats = math.stats(z, y, entropy=True)
     p = truth.exp()
     entropy = -torch.where(p > 0, p * truth, 0.0).sum(-1)
     torch.testing.assert_close(stats.logp.double(), truth[:, -1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
     one = torch.ones(4, device=device)
-    gradient_(z, y, stats, one, one, one, V=VOCAB)
+    math.gradient(z, z, y, stats, one, one, one)
     want = -p - torch.where(p > 0, p * (truth + entropy[:, None]), 0.0)
     want[:, -1] += 1
     torch.testing.assert_close(z.double(), want, rtol=1e-4, atol=1e-5)
@@ -164,3 +167,33 @@ def test_shapes_that_do_not_fit_are_refused(device):
         fused_linear_objective(
             hidden, weight, targets, lambda t: (t.logp.sum(), None), group=targets[0]
         )
+
+
+def test_a_slice_of_the_vocabulary(device):
+    """The kernels' own side of a sharded head: targets elsewhere, nowhere and here, coefficients c and d."""
+    if not _env.triton_runs_on(device.type):
+        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
+    z = torch.randn(5, VOCAB, device=device)
+    y = torch.tensor([0, VOCAB, -1, -100, VOCAB - 1], device=device)
+    a, c, b, d = torch.randn(4, 5, device=device)
+    found = []
+    for kernels in (True, False):
+        math = RowMath(VOCAB, -100, kernels, softcap=2.0, shard=VocabShard("none", 0, 2 * VOCAB))
+        rows, write = (
+            (_logp_kernels.logp_rows, _logp_kernels.logp_gradient)
+            if kernels
+            else (_logp_torch.logp_rows_torch, _logp_torch.logp_gradient_torch)
+        )
+        options = math._options()
+        stats = rows(z, y, **options, want_entropy=True, want_argmax=True, want_gaps=True)
+        out = torch.empty_like(z)
+        write(out, z, y, stats, a, c, b, d, **options)
+        found.append((*stats, out))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    logp, out = found[0][0], found[0][-1]
+    assert logp[1] == -torch.inf
+    assert logp[2].isnan()
+    assert out[2].isnan().all()
+    assert (out[3] == 0).all()
+    assert out[[0, 1, 4]].isfinite().all()

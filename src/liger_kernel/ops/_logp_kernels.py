@@ -5,14 +5,16 @@ For a row of V logits z with target y,
     x = post_scale * cap * tanh(pre_scale * z / cap)      x = post_scale * pre_scale * z without a cap
     lse = log sum_v exp(x_v)    logp = x_y - lse    p_v = exp(x_v - lse)    H = -sum_v p_v log p_v
 
-`logp_rows` reads the row once. `logp_gradient_` then takes the derivatives of some loss L, a = dL/dlogp and b = dL/dH,
-and writes dL/dz over the logits; c = a, unless L uses more log-probabilities of the row:
+`logp_rows` reads the row once. `logp_gradient` then takes the derivatives of some loss L, a = dL/dlogp and b = dL/dH,
+and writes dL/dz; c = a and d = 0, unless L uses more of the row (lse: c -= dL/dlse; the mean m of all log p:
+c += dL/dm, d = dL/dm / V):
 
-    dz_v = (a * [v = y] - c * p_v - b * p_v * (log p_v + H)) * dx/dz
+    dz_v = (a * [v = y] - c * p_v + d - b * p_v * (log p_v + H)) * dx/dz
 
 Entries of -inf have probability 0 and add nothing, to H too. A target outside [0, V) gives logp = 0 and no gradient
-when it is ignore_index, else NaN. fp32 inside. lse is kept as maximum and log sum exp(x - maximum), apart, and entropy
-comes from exp(x - maximum) * (x - maximum), so that an offset common to a row costs no digits.
+when it is ignore_index, else NaN; with `sharded`, target V lies in another part of the vocabulary: logp = -inf, the
+rest as for any target. fp32 inside. lse is kept as maximum and log sum exp(x - maximum), apart, and entropy comes from
+exp(x - maximum) * (x - maximum), so that an offset common to a row costs no digits.
 """
 # pyright: reportGeneralTypeIssues=false
 
@@ -38,6 +40,7 @@ class LogpStats(NamedTuple):
     log_total: Tensor  # [C], lse - top
     entropy: Tensor  # [C]
     argmax: Tensor  # [C] int64, the lowest index of the largest logit; -1 without a valid target
+    gaps: Tensor  # [C], sum_v (x_v - top)
 
     @property
     def lse(self) -> Tensor:
@@ -53,13 +56,14 @@ def _piece(Z, cols, mask, inner, outer, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def _stats_kernel(
-    LOGP, TOP, TOTAL, ENTROPY, ARGMAX, Z, sZ, T, n_rows, n_cols, ignore_index, inner, outer,
-    FORM: tl.constexpr, WANT_H: tl.constexpr, WANT_ARGMAX: tl.constexpr, BLOCK: tl.constexpr,
+    LOGP, TOP, TOTAL, ENTROPY, ARGMAX, GAPS, Z, sZ, T, n_rows, n_cols, ignore_index, inner, outer,
+    FORM: tl.constexpr, WANT_H: tl.constexpr, WANT_ARGMAX: tl.constexpr, WANT_GAPS: tl.constexpr,
+    SHARDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     Z += row_base(row, sZ)
     y = tl.load(T + row).to(tl.int64)
-    top, total, spread, best = float("-inf"), 0.0, 0.0, 0
+    top, total, spread, gaps, best = float("-inf"), 0.0, 0.0, 0.0, 0
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
@@ -72,10 +76,12 @@ def _stats_kernel(
         base = tl.where(peak == float("-inf"), 0.0, peak)
         e = exp(x - base)
         shrink = exp(top - base)
+        moved = tl.where(top == float("-inf"), 0.0, top - base)
         if WANT_H:
-            moved = tl.where(top == float("-inf"), 0.0, top - base)
             gap = tl.where(e > 0.0, x - base, 0.0)
             spread = shrink * (spread + total * moved) + tl.sum(e * gap, axis=0)
+        if WANT_GAPS:
+            gaps += start * moved + tl.sum(tl.where(mask, x - base, 0.0), axis=0)
         total = total * shrink + tl.sum(e, axis=0)
         top = peak
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -86,41 +92,50 @@ def _stats_kernel(
     )
     logp = tl.sum(x_y - base, axis=0) - log_total
     absent = tl.where(y == ignore_index, 0.0, float("nan"))
+    if SHARDED:
+        elsewhere = y == n_cols
+        logp = tl.where(elsewhere, float("-inf"), logp)
+        known = known | elsewhere
     tl.store(LOGP + row, tl.where(known, logp, absent))
     tl.store(TOP + row, base)
     tl.store(TOTAL + row, log_total)
     if WANT_H:
         tl.store(ENTROPY + row, tl.where(known, log_total - spread / total, absent))
+    if WANT_GAPS:
+        tl.store(GAPS + row, tl.where(known, gaps, absent))
     if WANT_ARGMAX:
         tl.store(ARGMAX + row, tl.where(known, tl.minimum(best, n_cols - 1), -1).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _gradient_kernel(
-    Z, sZ, T, TOP, TOTAL, ENTROPY, A, C, B, n_cols, ignore_index, inner, outer, slope,
-    FORM: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
+    OUT, sOUT, Z, sZ, T, TOP, TOTAL, ENTROPY, A, C, B, D, n_cols, ignore_index, inner, outer, slope,
+    FORM: tl.constexpr, HAS_B: tl.constexpr, HAS_D: tl.constexpr, SHARDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
+    OUT += row_base(row, sOUT)
     Z += row_base(row, sZ)
     y = tl.load(T + row).to(tl.int64)
     if y == ignore_index:
-        tl.store(Z + cols, tl.zeros((BLOCK,), Z.dtype.element_ty), mask=mask)
+        tl.store(OUT + cols, tl.zeros((BLOCK,), OUT.dtype.element_ty), mask=mask)
     else:
         x, varying = _piece(Z, cols, mask, inner, outer, FORM)
         a = tl.load(A + row).to(tl.float32)
-        a = tl.where((y >= 0) & (y < n_cols), a, float("nan"))
+        a = tl.where((y >= 0) & (y < n_cols + SHARDED), a, float("nan"))
         c = tl.load(C + row).to(tl.float32)
         log_p = x - tl.load(TOP + row) - tl.load(TOTAL + row)
         p = exp(log_p)
-        g = tl.where(cols == y, a, 0.0) - c * p
+        g = tl.where(cols == y, a, 0.0 * a) - c * p  # 0 * a: NaN for a target that is nowhere
+        if HAS_D:
+            g += tl.load(D + row).to(tl.float32)
         if HAS_B:
             b = tl.load(B + row).to(tl.float32)
             h = tl.load(ENTROPY + row)
             g -= b * p * (tl.where(p > 0.0, log_p, 0.0) + h)
         g *= varying * slope
-        tl.store(Z + cols, g.to(Z.dtype.element_ty), mask=mask)
+        tl.store(OUT + cols, g.to(OUT.dtype.element_ty), mask=mask)
 
 
 def _form(
@@ -136,6 +151,7 @@ def _form(
 def logp_rows(
     logits: Tensor, target: Tensor, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
     softcap: float | None = None, post_scale: float = 1.0, want_entropy: bool = False, want_argmax: bool = False,
+    want_gaps: bool = False, sharded: bool = False,
 ) -> LogpStats:  # fmt: skip
     """Statistics of every row (formulas: top of this file).
 
@@ -145,27 +161,29 @@ def logp_rows(
     logp, top, log_total = new(3, n, dtype=torch.float32).unbind(0)
     entropy = new(n if want_entropy else 0, dtype=torch.float32)
     argmax = new(n if want_argmax else 0, dtype=torch.int64)
+    gaps = new(n if want_gaps else 0, dtype=torch.float32)
     form, inner, outer, _ = _form(pre_scale, softcap, post_scale)
     block = min(block_of(V), _MAX_BLOCK)
     launch(
-        _stats_kernel, (n,), logits.device, logp, top, log_total, entropy, argmax, logits, logits.stride(0),
+        _stats_kernel, (n,), logits.device, logp, top, log_total, entropy, argmax, gaps, logits, logits.stride(0),
         dense(target), n, V, ignore_index, inner, outer, FORM=form, WANT_H=want_entropy, WANT_ARGMAX=want_argmax,
-        BLOCK=block,
-        num_warps=8 if block > 2048 else 4,
+        WANT_GAPS=want_gaps, SHARDED=sharded, BLOCK=block, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
-    return LogpStats(logp, top, log_total, entropy, argmax)
+    return LogpStats(logp, top, log_total, entropy, argmax, gaps)
 
 
-def logp_gradient_(
-    logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor, b: Tensor | None, *, V: int,
-    ignore_index: int = -100, pre_scale: float = 1.0, softcap: float | None = None, post_scale: float = 1.0,
+def logp_gradient(
+    out: Tensor, logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor, b: Tensor | None = None,
+    d: Tensor | None = None, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
+    softcap: float | None = None, post_scale: float = 1.0, sharded: bool = False,
 ) -> None:  # fmt: skip
-    """Write the gradient over `logits`; a, c, b `[C]`, see the top of this file."""
+    """Write the gradient to `out` `[C, >= V]`, which may be `logits`; a, c, b, d `[C]`, see the top of this file."""
     form, inner, outer, slope = _form(pre_scale, softcap, post_scale)
     block = min(block_of(V), 4096)
     launch(
-        _gradient_kernel, (logits.shape[0], cdiv(V, block)), logits.device, logits, logits.stride(0), dense(target),
-        stats.top, stats.log_total, stats.entropy, dense(a), dense(c), a if b is None else dense(b), V, ignore_index,
-        inner, outer, slope,
-        FORM=form, HAS_B=b is not None, BLOCK=block, num_warps=8 if block > 2048 else 4,
+        _gradient_kernel, (logits.shape[0], cdiv(V, block)), logits.device, out, out.stride(0), logits,
+        logits.stride(0), dense(target), stats.top, stats.log_total, stats.entropy, dense(a), dense(c),
+        a if b is None else dense(b), a if d is None else dense(d), V, ignore_index, inner, outer, slope,
+        FORM=form, HAS_B=b is not None, HAS_D=d is not None, SHARDED=sharded, BLOCK=block,
+        num_warps=8 if block > 2048 else 4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`logp_rows` and `logp_gradient_` in plain PyTorch: the same arguments, results and rules; fp64 stays fp64."""
+"""`logp_rows` and `logp_gradient` in plain PyTorch: the same arguments, results and rules; fp64 stays fp64."""
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ def wide(
 def logp_rows_torch(
     logits: Tensor, target: Tensor, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
     softcap: float | None = None, post_scale: float = 1.0, want_entropy: bool = False, want_argmax: bool = False,
+    want_gaps: bool = False, sharded: bool = False,
 ) -> LogpStats:  # fmt: skip
     """`logp_rows` in plain PyTorch; fp64 stays fp64."""
     x, _ = wide(logits[:, :V], pre_scale, softcap, post_scale)
@@ -29,32 +30,42 @@ def logp_rows_torch(
     x = x - top[:, None]
     log_total = x.logsumexp(-1)
     logp = torch.where(known, x.gather(-1, y[:, None])[:, 0] - log_total, absent)
-    entropy, argmax = x.new_empty(0), y.new_empty(0)
+    if sharded:
+        logp = logp.where(target != V, float("-inf"))
+        known = known | (target == V)
+    entropy, argmax, gaps = x.new_empty(0), y.new_empty(0), x.new_empty(0)
     if want_entropy:
         log_p = x - log_total[:, None]
         p = log_p.exp()
         entropy = torch.where(known, -torch.where(p > 0, p * log_p, 0.0).sum(-1), absent)
     if want_argmax:
         argmax = torch.where(known, x.argmax(-1), -1)
-    return LogpStats(logp, top, log_total, entropy, argmax)
+    if want_gaps:
+        gaps = torch.where(known, x.sum(-1), absent)
+    return LogpStats(logp, top, log_total, entropy, argmax, gaps)
 
 
-def logp_gradient_torch_(
-    logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor, b: Tensor | None, *, V: int,
-    ignore_index: int = -100, pre_scale: float = 1.0, softcap: float | None = None, post_scale: float = 1.0,
+def logp_gradient_torch(
+    out: Tensor, logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor, b: Tensor | None = None,
+    d: Tensor | None = None, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
+    softcap: float | None = None, post_scale: float = 1.0, sharded: bool = False,
 ) -> None:  # fmt: skip
-    """`logp_gradient_` in plain PyTorch."""
+    """`logp_gradient` in plain PyTorch."""
     x, slope = wide(logits[:, :V], pre_scale, softcap, post_scale)
     y, known, absent = _labels(target, V, ignore_index, x.dtype)
     log_p = x - stats.top[:, None] - stats.log_total[:, None]
     p = log_p.exp()
+    if sharded:
+        absent = absent.where(target != V, 0.0)
     a = torch.where(known, a.to(x.dtype), absent)
-    g = -c.to(x.dtype)[:, None] * p
+    g = (0.0 * a)[:, None] - c.to(x.dtype)[:, None] * p  # 0 * a: NaN for a target that is nowhere
     g.scatter_add_(-1, y[:, None], a[:, None])
     if b is not None:
-        b = torch.where(known, b.to(x.dtype), absent)[:, None]
+        b = b.to(x.dtype)[:, None]
         g -= torch.where(p > 0, b * p * (log_p + stats.entropy[:, None]), 0.0)
-    logits[:, :V] = torch.where((target == ignore_index)[:, None], 0.0, g * slope)
+    if d is not None:
+        g += d.to(x.dtype)[:, None]
+    out[:, :V] = torch.where((target == ignore_index)[:, None], 0.0, g * slope)
 
 
 def _labels(

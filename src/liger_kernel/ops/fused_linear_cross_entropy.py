@@ -22,12 +22,13 @@ from liger_kernel.ops import cross_entropy as ce
 from liger_kernel.ops._ce_batch import denominators
 from liger_kernel.ops._ce_kernels import ce_rows
 from liger_kernel.ops._ce_torch import ce_rows_torch
-from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named
+from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, is_dtensor, named, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
+from liger_kernel.ops.head.vocab_parallel import sharded_cross_entropy
 
 # 1 reference
 
@@ -262,14 +263,16 @@ def fused_linear_cross_entropy(
     softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, temperature: float = 1.0,
     return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    memory_budget: int | float | str | None = None, num_valid: int | None = None, impl: str | None = None,
+    memory_budget: int | float | str | None = None, num_valid: int | None = None, group: Any = None,
+    impl: str | None = None,
 ) -> CrossEntropyOutput:  # fmt: skip
     """Cross entropy of a linear head's logits, which never exist as a whole.
 
     Args:
         input: hidden states `[N, H]` or `[*, H]`, any strides; fp16, bf16, fp32 (fp64 on the torch path).
         weight: `[V, H]`; tied, frozen, or of another dtype (it is then cast to the input's for the products, and its
-            gradient accumulates in its own dtype).
+            gradient accumulates in its own dtype). A DTensor split along its rows, or with `group` this rank's slice:
+            as in `linear_logprob`, without class weights.
         target: `[N]` or `[*]` class indices; `ignore_index` where there is none.
         bias: `[V]` or None.
         ce_weight: `[V]` class weights of the loss, or None.
@@ -279,6 +282,7 @@ def fused_linear_cross_entropy(
         use_token_scaling: multiply each token's loss by the probability of its target, held constant.
         memory_budget: bytes for the chunk of logits, "256M", or a share of device memory in (0, 1).
         num_valid: exact number of targets that are not ignored, if known: saves the one synchronisation.
+        group: the torch.distributed group over which the vocabulary is split.
         impl: "triton" or "torch" for this call, None for the default choice.
     Returns:
         CrossEntropyOutput: loss fp32 (scalar, or `[*]` for "none"), and where asked z_loss, token_accuracy (fp32) and
@@ -292,16 +296,24 @@ def fused_linear_cross_entropy(
             (LIGER_KERNEL_VALIDATE=1 raises there too).
     """
     name = OP.name
+    options = {
+        "ignore_index": ignore_index, "label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale,
+        "reduction": reduction, "pre_scale": pre_scale, "softcap": softcap, "accum_dtype": accum_dtype,
+        "use_token_scaling": use_token_scaling, "return_z_loss": return_z_loss,
+        "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
+    }  # fmt: skip
+    if group is not None or is_dtensor(weight):
+        require(ce_weight is None, f"{name}: a sharded head takes no class weights.")
+        ce.check_options(name, weight.shape[0], None, label_smoothing, reduction, softcap)
+        return sharded_cross_entropy(
+            input, weight, target, bias, group, post_scale=post_scale, temperature=temperature,
+            memory_budget=memory_budget, impl=impl, **options,
+        )  # fmt: skip
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
     input = check_head(name, input, target, head, ignore_index)
     ce.check_options(name, weight.shape[0], ce_weight, label_smoothing, reduction, softcap)
-    options = {
-        "ignore_index": ignore_index, "label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale,
-        "reduction": reduction, "pre_scale": pre_scale, "softcap": softcap, "post_scale": post_scale / temperature,
-        "accum_dtype": accum_dtype, "use_token_scaling": use_token_scaling, "return_z_loss": return_z_loss,
-        "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
-        "memory_budget": resolve_budget(memory_budget, input.device), "num_valid": num_valid,
-    }  # fmt: skip
+    options |= {"post_scale": post_scale / temperature, "num_valid": num_valid}
+    options["memory_budget"] = resolve_budget(memory_budget, input.device)
     train = torch.is_grad_enabled()
     return CrossEntropyOutput(
         *OP(input, weight, target, bias, ce_weight, options, train, impl=impl)

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops import _logp_kernels, _logp_torch
 from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
 from liger_kernel.ops.head.engine import Gradients, Wanted, run, valid_tokens
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
+from liger_kernel.ops.head.rows import RowMath
+from liger_kernel.ops.head.shard import VocabShard, local_head
 
 
 @dataclass
@@ -69,29 +70,6 @@ def reference(
 # 2 launch
 
 
-def transformed(z: Tensor, head: HeadParams) -> tuple[Tensor, Tensor | float]:
-    """A few columns of chunk logits to x in wide precision, and dx/dz."""
-    return _logp_torch.wide(z, head.pre_scale, head.softcap, head.post_scale / head.temperature)
-
-
-def row_functions(kernels: bool) -> tuple[Any, Any]:
-    """`logp_rows` and `logp_gradient_` of the path."""
-    if kernels:
-        return _logp_kernels.logp_rows, _logp_kernels.logp_gradient_
-    return _logp_torch.logp_rows_torch, _logp_torch.logp_gradient_torch_
-
-
-def transforms(head: HeadParams) -> dict[str, Any]:
-    """The keywords of the row functions."""
-    post = head.post_scale / head.temperature
-    return {
-        "pre_scale": head.pre_scale,
-        "softcap": head.softcap,
-        "post_scale": post,
-        "V": head.weight.shape[0],
-    }
-
-
 def _pass(
     hidden: Tensor, head: HeadParams, labels: Tensor, ids: Tensor | None, upstream: tuple[Tensor | None, ...] | None,
     ignore_index: int, want_entropy: bool, want_argmax: bool, accum_dtype: torch.dtype | None, budget: int,
@@ -99,8 +77,7 @@ def _pass(
 ) -> tuple[list[Any], Gradients, Tensor | None]:  # fmt: skip
     """Statistics of every kept token, or the gradients under `upstream` (of logp, entropy, selected)."""
     keep = valid_tokens(labels, ignore_index, num_valid)
-    rows, gradient_ = row_functions(kernels)
-    more = {**transforms(head), "ignore_index": ignore_index}
+    math = RowMath.of(head, ignore_index, kernels)
 
     def per_row(
         logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
@@ -110,18 +87,18 @@ def _pass(
 
         y = part(labels)
         entropy = want_entropy if upstream is None else upstream[1] is not None
-        stats = rows(logits, y, **more, want_entropy=entropy, want_argmax=want_argmax)
-        columns = None if ids is None else transformed(logits.index_select(1, ids), head)
+        stats = math.stats(logits, y, entropy=entropy, argmax=want_argmax)
+        columns = None if ids is None else math.columns(logits, ids)
         if upstream is None:
             return stats, None if columns is None else columns[0] - stats.lse[:, None]
         a, b, s = (None if g is None else part(g) for g in upstream)
         a = stats.logp.new_zeros(y.shape) if a is None else a
         if ids is None or columns is None or s is None:
-            gradient_(logits, y, stats, a, a, b, **more)
+            math.gradient(logits, logits, y, stats, a, a, b)
             return None
         s = torch.where((y == ignore_index)[:, None], 0.0, s.to(a.dtype))
-        gradient_(logits, y, stats, a, a + s.sum(-1), b, **more)
-        logits.index_add_(1, ids, (s * columns[1]).to(logits.dtype))
+        math.gradient(logits, logits, y, stats, a, a + s.sum(-1), b)
+        math.add_columns(logits, ids, s * columns[1])
         return None
 
     found, grads = run(
@@ -131,7 +108,7 @@ def _pass(
 
 
 def _fake_forward(hidden, weight, target, bias, ids, *rest):
-    shape, (want_entropy, want_argmax) = target.shape, rest[4:6]
+    shape, (want_entropy, want_argmax) = target.shape, rest[7:9]
     many = (*shape, 0 if ids is None else ids.shape[0])
     return (
         hidden.new_empty(shape, dtype=torch.float32),
@@ -143,17 +120,18 @@ def _fake_forward(hidden, weight, target, bias, ids, *rest):
 
 @named(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ids, int ignore_index, float pre_scale,"
-    " float? softcap, float post_scale, bool want_entropy, bool want_argmax, int budget, int? num_valid, bool kernels)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " float? softcap, float post_scale, str? group, int start, int total, bool want_entropy, bool want_argmax,"
+    " int budget, int? num_valid, bool kernels) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_forward,
 )
 def linear_logprob_forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, ignore_index: int,
-    pre_scale: float, softcap: float | None, post_scale: float, want_entropy: bool, want_argmax: bool, budget: int,
-    num_valid: int | None, kernels: bool,
+    pre_scale: float, softcap: float | None, post_scale: float, group: str | None, start: int, total: int,
+    want_entropy: bool, want_argmax: bool, budget: int, num_valid: int | None, kernels: bool,
 ) -> Any:  # fmt: skip
     """-> logp, entropy, argmax, selected (empty where not asked for)."""
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
+    shard = None if group is None else VocabShard(group, start, total)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, shard=shard)
     labels = target.reshape(-1)
     found, _, keep = _pass(
         hidden, head, labels, ids, None, ignore_index, want_entropy, want_argmax, None, budget, num_valid, kernels,
@@ -189,7 +167,7 @@ def linear_logprob_forward(
 
 def _empty_stats(hidden: Tensor) -> LogpStats:
     none = hidden.new_empty(0, dtype=compute_dtype(hidden))
-    return LogpStats(none, none, none, none, hidden.new_empty(0, dtype=torch.int64))
+    return LogpStats(none, none, none, none, hidden.new_empty(0, dtype=torch.int64), none)
 
 
 def _fake_backward(hidden, weight, target, bias, *rest):
@@ -202,18 +180,20 @@ def _fake_backward(hidden, weight, target, bias, *rest):
 
 @named(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ids, Tensor? dlogp, Tensor? dentropy,"
-    " Tensor? dselected, int ignore_index, float pre_scale, float? softcap, float post_scale, ScalarType? accum_dtype,"
-    " int budget, int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)",
+    " Tensor? dselected, int ignore_index, float pre_scale, float? softcap, float post_scale, str? group, int start,"
+    " int total, ScalarType? accum_dtype, int budget, int? num_valid, bool kernels, bool need_dh, bool need_dw,"
+    " bool need_db) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def linear_logprob_backward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, dlogp: Tensor | None,
     dentropy: Tensor | None, dselected: Tensor | None, ignore_index: int, pre_scale: float, softcap: float | None,
-    post_scale: float, accum_dtype: torch.dtype | None, budget: int, num_valid: int | None, kernels: bool,
-    need_dh: bool, need_dw: bool, need_db: bool,
+    post_scale: float, group: str | None, start: int, total: int, accum_dtype: torch.dtype | None, budget: int,
+    num_valid: int | None, kernels: bool, need_dh: bool, need_dw: bool, need_db: bool,
 ) -> Any:  # fmt: skip
     """-> dh, dw, db (empty where not needed)."""
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
+    shard = None if group is None else VocabShard(group, start, total)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, shard=shard)
     flat = [
         None if g is None else g.reshape(target.numel(), *g.shape[target.dim() :])
         for g in (dlogp, dentropy, dselected)
@@ -316,13 +296,15 @@ def linear_logprob(
     softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, ignore_index: int = -100,
     return_entropy: bool = False, return_argmax: bool = False, selected_token_ids: Tensor | None = None,
     accum_dtype: torch.dtype | None = None, memory_budget: int | float | str | None = None,
-    num_valid: int | None = None, impl: str | None = None,
+    num_valid: int | None = None, group: Any = None, impl: str | None = None,
 ) -> LogprobOutput:  # fmt: skip
     """Per-token log-probabilities of `targets` under a linear head, differentiable, without the logits.
 
     Args:
         hidden: `[*, H]` of any strides; fp16, bf16, fp32 (fp64 on the torch path).
-        weight: `[V, H]`; tied, frozen, or of another dtype.
+        weight: `[V, H]`; tied, frozen, or of another dtype. A DTensor split along its rows, or with `group` this rank's
+            slice: then every rank gives the same hidden states and targets (of the whole vocabulary), gets the same
+            results, and dh is the sum over the group.
         targets: `[*]` class indices; `ignore_index` where there is none: 0 in every output, -1 in argmax, no gradient.
         bias: `[V]` or None.
         temperature, softcap, pre_scale, post_scale: the transforms between product and logits, see the module.
@@ -330,6 +312,7 @@ def linear_logprob(
         return_argmax: also the most likely id, the lowest on ties.
         selected_token_ids: `[K]` int64; also the log-probabilities of these ids, `[*, K]`, order and duplicates kept.
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+        group: the torch.distributed group over which the vocabulary is split, see `ops.head.shard.local_head`.
     Returns:
         LogprobOutput: logp `[*]` fp32; entropy fp32, argmax int64, selected fp32 where asked.
     Memory:
@@ -339,7 +322,8 @@ def linear_logprob(
         IndexError: on a CPU, a target out of range; elsewhere that row becomes NaN.
     """
     name = OP.name
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
+    weight, bias, shard = local_head(name, weight, bias, group)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature, shard)
     hidden = check_head(name, hidden, targets, head, ignore_index)
     if selected_token_ids is not None:
         require(
@@ -347,7 +331,8 @@ def linear_logprob(
             f"{name}: selected_token_ids must be [K] int64; got {list(selected_token_ids.shape)} of "
             f"{selected_token_ids.dtype}.",
         )
-    transform = (ignore_index, pre_scale, softcap, post_scale / temperature)
+    where = (None, 0, 0) if shard is None else (shard.group, shard.start, shard.total)
+    transform = (ignore_index, pre_scale, softcap, post_scale / temperature, *where)
     place = (resolve_budget(memory_budget, hidden.device), num_valid)
     options = (transform, accum_dtype, (return_entropy, return_argmax), place)
     logp, entropy, argmax, selected = OP(

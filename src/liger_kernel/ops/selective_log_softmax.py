@@ -6,7 +6,7 @@
 Forward reads the logits once, backward reads and writes them once. The rows are those of `linear_logprob`, for models
 whose logits exist anyway. Log-softmax is computed in fp32 and never stored.
 
-Memory  saves the logits and 12 bytes a row; backward makes a copy of the logits and turns it into their gradient, or
+Memory  saves the logits and 12 bytes a row; backward writes a gradient of the logits' size, or
         does so in their own memory under inplace=True. The torch path holds a few fp32 copies of them for a moment.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from liger_kernel.ops._labels import check_labels
 from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import compute_dtype, first_order, named, observed, require, rows
+from liger_kernel.ops.head.rows import RowMath
 from liger_kernel.ops.linear_logprob import OP as ROWS
-from liger_kernel.ops.linear_logprob import row_functions
 
 _OP = "selective_log_softmax"
 
@@ -51,19 +51,18 @@ def selective_log_softmax_forward(
     logits: Tensor, ids: Tensor, scale: float, ignore_index: int, kernels: bool
 ) -> Tensor:
     """Logits `[R, V]`, ids `[R]` -> `[3, R]`: logp, largest logit, log of the sum of exponentials."""
-    forward, _ = row_functions(kernels)
-    found = forward(logits, ids, V=logits.shape[1], ignore_index=ignore_index, post_scale=scale)
+    found = RowMath(logits.shape[1], ignore_index, kernels, post_scale=scale).stats(logits, ids)
     return torch.stack((found.logp, found.top, found.log_total))
 
 
-def _gradient_(
-    logits: Tensor, ids: Tensor, stats: Tensor, dlogp: Tensor, scale: float, ignore_index: int, kernels: bool
+def _gradient(
+    out: Tensor, logits: Tensor, ids: Tensor, stats: Tensor, dlogp: Tensor, scale: float, ignore_index: int,
+    kernels: bool,
 ) -> None:  # fmt: skip
-    _, gradient_ = row_functions(kernels)
     none = ids.new_empty(0)
-    known = LogpStats(stats[0], stats[1], stats[2], none, none)
-    options = {"V": logits.shape[1], "ignore_index": ignore_index, "post_scale": scale}
-    gradient_(logits, ids, known, dlogp, dlogp, None, **options)
+    known = LogpStats(stats[0], stats[1], stats[2], none, none, none)
+    math = RowMath(logits.shape[1], ignore_index, kernels, post_scale=scale)
+    math.gradient(out, logits, ids, known, dlogp, dlogp)
 
 
 def _fake_backward(logits, *rest):
@@ -78,8 +77,8 @@ def selective_log_softmax_backward(
     logits: Tensor, ids: Tensor, stats: Tensor, dlogp: Tensor, scale: float, ignore_index: int, kernels: bool
 ) -> Tensor:  # fmt: skip
     """-> dlogits, in memory of its own."""
-    dlogits = logits.clone()
-    _gradient_(dlogits, ids, stats, dlogp, scale, ignore_index, kernels)
+    dlogits = torch.empty_like(logits)
+    _gradient(dlogits, logits, ids, stats, dlogp, scale, ignore_index, kernels)
     return dlogits
 
 
@@ -102,7 +101,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
             dlogits = selective_log_softmax_backward(logits, ids, stats, dlogp, *ctx.call)
         else:
             dlogits = logits.detach()
-            _gradient_(dlogits, ids, stats, dlogp, *ctx.call)
+            _gradient(dlogits, dlogits, ids, stats, dlogp, *ctx.call)
             torch.autograd.graph.increment_version(logits)  # a second backward must not pass
         return dlogits, None, None, None, None, None
 

@@ -7,6 +7,9 @@
 Ignored tokens are dropped before the first product: supervised batches mask 30-80 % of their
 labels. The count of what is left is the one value the host waits for; a hint (`num_valid`), a
 captured CUDA graph or a batch without ignored tokens skips it.
+
+With a head whose rows lie on several ranks (`head.shard`) the row kernel sees a slice of the columns, dW stays here and
+dh is summed over the ranks, in fp32, under the product that makes dW.
 """
 
 from collections.abc import Callable
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
-from liger_kernel.ops._op import rows
+from liger_kernel.ops._op import compute_dtype, rows
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
 
@@ -65,7 +68,8 @@ def plan_for(hidden: Tensor, head: HeadParams, tokens: int, budget: int, dropped
     """The plan for `tokens` rows of hidden `[*, H]` through `head`; dropped: they are picked out of more."""
     # On a CPU unpadded: torch.mm of bf16 reads the padding there (2.13, AMX), and NaN in it spoils the product.
     align = 1 if hidden.device.type == "cpu" else 64
-    vocab, width = head.weight.shape
+    own, width = head.weight.shape
+    vocab = own if head.shard is None else head.shard.most  # the same chunks on every rank
     return plan(tokens, vocab, width, hidden.element_size(), budget, gather=dropped, align=align)
 
 
@@ -94,7 +98,7 @@ def run(
         todo = replace(todo, chunks=len(cuts), rows=longest)
     sums = _Sums(h, cast, head, wanted, todo, accum_dtype, hidden.shape, keep is not None)
     buffer = torch.empty((todo.rows, todo.row_stride), dtype=h.dtype, device=h.device)
-    found = []
+    found: list[Any] = []
     with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
         for start, stop in todo.slices() if cuts is None else cuts:
             index = None if keep is None else keep[start:stop]
@@ -128,10 +132,13 @@ class _Sums:
         self.db = torch.zeros(shape[0], dtype=torch.float32, device=device) if wanted.bias else None
         if h.dtype == torch.float64 and self.db is not None:
             self.db = self.db.double()
+        self.on_the_way: tuple[Any, Tensor, Tensor | slice] | None = None
 
     def add(self, dz: Tensor, x: Tensor, start: int, stop: int, index: Tensor | None) -> None:
         if self.dh is not None:
-            if index is None:
+            if self.cast.shard is not None:
+                self._send(dz, slice(start, stop) if index is None else index)
+            elif index is None:
                 torch.mm(dz, self.cast.weight, out=self.dh[start:stop])
             else:
                 self.dh.index_copy_(0, index, torch.mm(dz, self.cast.weight))
@@ -140,7 +147,28 @@ class _Sums:
         if self.db is not None:
             self.db += dz.sum(0, dtype=self.db.dtype)
 
+    def _send(self, dz: Tensor, place: Tensor | slice) -> None:
+        """Sum this slice's part of dh over the group in fp32, while dW is made."""
+        self._receive()
+        wide = torch.float32 if _env.mixed_products(dz.device) else dz.dtype
+        if wide == dz.dtype:
+            part = torch.mm(dz, self.cast.weight).to(compute_dtype(dz))
+        else:
+            part = torch.mm(dz, self.cast.weight, out_dtype=wide)
+        group = self.cast.shard.process_group  # type: ignore[union-attr]
+        work = torch.distributed.all_reduce(part, group=group, async_op=True)
+        self.on_the_way = work, part, place
+
+    def _receive(self) -> None:
+        if self.on_the_way is None or self.dh is None:
+            return
+        work, part, place = self.on_the_way
+        work.wait()
+        self.dh[place] = part.to(self.dh.dtype)
+        self.on_the_way = None
+
     def finish(self) -> Gradients:
+        self._receive()
         dw, db, bias = self.dw, self.db, self.head.bias
         return Gradients(
             None if self.dh is None else self.dh.view(self.hidden_shape),

@@ -22,33 +22,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._op import first_order, require
+from liger_kernel.ops._logp_kernels import LogpStats
+from liger_kernel.ops._op import compute_dtype, first_order, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Gradients, Wanted, plan_for, run
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
-from liger_kernel.ops.linear_logprob import (
-    OP,
-    linear_logprob,
-    row_functions,
-    transforms,
-)
+from liger_kernel.ops.head.rows import RowMath
+from liger_kernel.ops.head.shard import local_head
+from liger_kernel.ops.linear_logprob import OP, linear_logprob
 
 
 @dataclass
 class Tokens:
     """What an objective sees: one chunk of the tokens that count.
 
-    logp      `[C]` fp32 log-probabilities of the targets, part of the graph when gradients are wanted
-    entropy   `[C]` fp32 likewise, None unless asked for
-    index     `[C]` int64 positions in the flattened batch
-    groups    half-open range of the groups that lie in this chunk, each of them whole; a group without tokens too
+    logp       `[C]` fp32 log-probabilities of the targets, part of the graph when gradients are wanted
+    entropy    `[C]` fp32 likewise, None unless asked for
+    index      `[C]` int64 positions in the flattened batch
+    groups     half-open range of the groups that lie in this chunk, each of them whole; a group without tokens too
+    lse        `[C]` fp32 log of the sum of the exponentials of the logits, None unless asked for
+    mean_logp  `[C]` fp32 mean log-probability of all classes, None unless asked for
+    argmax     `[C]` int64 most likely class, the lowest on ties; None unless asked for
     """
 
     logp: Tensor
     entropy: Tensor | None
     index: Tensor
     groups: tuple[int, int]
+    lse: Tensor | None = None
+    mean_logp: Tensor | None = None
+    argmax: Tensor | None = None
 
 
 Objective = Callable[[Tokens], tuple[Tensor, Any]]
@@ -98,7 +102,7 @@ class _Call:
 
     objective: Objective
     n_groups: int
-    entropy: bool
+    asked: frozenset[str]  # optional fields of Tokens
     ignore_index: int
     accum_dtype: torch.dtype | None
     budget: int
@@ -110,8 +114,7 @@ def _one_pass(
 ) -> tuple[Tensor, list[Any], Gradients]:
     """Loss, extras and gradients in three products."""
     labels = targets.reshape(-1)
-    rows, gradient_ = row_functions(call.kernels)
-    more = {**transforms(head), "ignore_index": call.ignore_index}
+    math = RowMath.of(head, call.ignore_index, call.kernels)
     groups = dict(zip(order.cuts, order.groups, strict=True))
 
     def per_row(
@@ -119,18 +122,26 @@ def _one_pass(
     ) -> Any:
         assert index is not None
         y = labels.index_select(0, index)
-        stats = rows(logits, y, **more, want_entropy=call.entropy)
-        leaves = [stats.logp.detach(), *([stats.entropy.detach()] if call.entropy else [])]
-        with torch.set_grad_enabled(out is not None):
-            for leaf in leaves:
-                leaf.requires_grad_(out is not None)
+        asked, train = call.asked, out is not None
+        stats = math.stats(
+            logits,
+            y,
+            entropy="entropy" in asked,
+            argmax="argmax" in asked,
+            gaps="mean_logp" in asked,
+        )
+        with torch.set_grad_enabled(train):
+            leaves = {
+                k: v.requires_grad_(train) for k, v in _leaves(stats, asked, head.vocab).items()
+            }
+            entropy, argmax = leaves.get("entropy"), stats.argmax if "argmax" in asked else None
             tokens = Tokens(
-                leaves[0], leaves[1] if call.entropy else None, index, groups[start, stop]
-            )
+                leaves["logp"], entropy, index, groups[start, stop], leaves.get("lse"),
+                leaves.get("mean_logp"), argmax,
+            )  # fmt: skip
             loss, extras = call.objective(tokens)
-            if out is not None:
-                a, b = _derivatives(loss, leaves)
-                gradient_(logits, y, stats, a, a, b, **more)
+            if train:
+                math.gradient(logits, logits, y, stats, *_coefficients(loss, leaves, head.vocab))
         return loss.detach(), extras
 
     found, grads = run(
@@ -141,20 +152,44 @@ def _one_pass(
     return total, [extras for _, extras in found], grads
 
 
-def _derivatives(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """dL/dlogp and dL/dentropy; zeros where the loss does not depend on them."""
-    if not loss.requires_grad:
-        return torch.zeros_like(leaves[0]), None
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    a = torch.zeros_like(leaves[0]) if found[0] is None else found[0]
-    return a, found[1] if len(found) > 1 else None
+def _leaves(stats: LogpStats, asked: frozenset[str], vocab: int) -> dict[str, Tensor]:
+    """What a loss may be differentiated by."""
+    found = {"logp": stats.logp.detach()}
+    if "entropy" in asked:
+        found["entropy"] = stats.entropy.detach()
+    if "lse" in asked:
+        found["lse"] = stats.lse
+    if "mean_logp" in asked:
+        found["mean_logp"] = stats.gaps / vocab - stats.log_total
+    return found
+
+
+def _coefficients(
+    loss: Tensor, leaves: dict[str, Tensor], vocab: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """a, c, b, d of `_logp_kernels`: the loss's derivatives by autograd on `[C]` vectors."""
+    names = list(leaves)
+    grads: tuple[Tensor | None, ...] = (None,) * len(names)
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, [leaves[n] for n in names], allow_unused=True)
+    d = dict(zip(names, grads, strict=True))
+    a = d["logp"] if d["logp"] is not None else torch.zeros_like(leaves["logp"])
+    lse, mean = d.get("lse"), d.get("mean_logp")
+    c = a if lse is None else a - lse
+    return (
+        a,
+        c if mean is None else c + mean,
+        d.get("entropy"),
+        None if mean is None else mean / vocab,
+    )
 
 
 def _nothing(hidden: Tensor, call: _Call) -> Tensor:
     """The loss of no tokens at all."""
-    empty = hidden.new_empty(0, dtype=torch.float32)
+    empty = hidden.new_empty(0, dtype=compute_dtype(hidden))
     index = torch.empty(0, dtype=torch.int64, device=hidden.device)
-    tokens = Tokens(empty, empty if call.entropy else None, index, (0, call.n_groups))
+    optional = {name: index if name == "argmax" else empty for name in call.asked}
+    tokens = Tokens(empty, optional.pop("entropy", None), index, (0, call.n_groups), **optional)
     return call.objective(tokens)[0].detach()
 
 
@@ -189,9 +224,10 @@ class _Objective(torch.autograd.Function):
 
 def fused_linear_objective(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective, *, bias: Tensor | None = None,
-    group: Tensor | None = None, n_groups: int = 0, entropy: bool = False, ignore_index: int = -100,
-    temperature: float = 1.0, softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0,
-    accum_dtype: torch.dtype | None = None, memory_budget: int | float | str | None = None, impl: str | None = None,
+    group: Tensor | None = None, n_groups: int = 0, entropy: bool = False, lse: bool = False, mean_logp: bool = False,
+    argmax: bool = False, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
+    pre_scale: float = 1.0, post_scale: float = 1.0, accum_dtype: torch.dtype | None = None,
+    memory_budget: int | float | str | None = None, process_group: Any = None, impl: str | None = None,
 ) -> tuple[Tensor, list[Any]]:  # fmt: skip
     """A loss of your own on the log-probabilities of a linear head, without the logits.
 
@@ -202,9 +238,11 @@ def fused_linear_objective(
             is the sum) and anything else worth keeping. It must use nothing of tokens in other chunks, and divide by
             denominators known beforehand.
         group: int64 `[*]`, the group of each token, in [0, n_groups); None if the objective is local to tokens.
-        entropy: also give the objective the entropy of each token's distribution.
+        entropy, lse, mean_logp, argmax: also give the objective these fields of `Tokens`. Losses that use lse or
+            mean_logp exist in one pass only: not for fp16, not under torch.compile, no group larger than a chunk.
         temperature, softcap, pre_scale, post_scale: as in `linear_logprob`.
         accum_dtype, memory_budget, impl: as in `fused_linear_cross_entropy`.
+        process_group: as `linear_logprob`'s group.
     Returns:
         The loss, fp32, differentiable in hidden, weight and bias; and what the objective returned beside it, a list in
         the order of the groups.
@@ -214,7 +252,8 @@ def fused_linear_objective(
         ValueError: shapes that do not fit, an empty or flat (sharded) weight. IndexError: a target out of range (CPU).
     """
     name = "fused_linear_objective"
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
+    weight, bias, shard = local_head(name, weight, bias, process_group)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature, shard)
     hidden = check_head(name, hidden, targets, head, ignore_index)
     require(
         group is None or (group.shape == targets.shape and (n_groups > 0 or not targets.numel())),
@@ -223,11 +262,19 @@ def fused_linear_objective(
     )
     kernels = OP.uses_kernels((hidden, weight, targets, bias), impl)
     budget = resolve_budget(memory_budget, hidden.device)
-    call = _Call(objective, n_groups, entropy, ignore_index, accum_dtype, budget, kernels)
+    fields = {"entropy": entropy, "lse": lse, "mean_logp": mean_logp, "argmax": argmax}
+    asked = frozenset(name for name, wanted in fields.items() if wanted)
+    call = _Call(objective, n_groups, asked, ignore_index, accum_dtype, budget, kernels)
     order = None
     if not (torch.compiler.is_compiling() or _needs_late_gradient(hidden, head)):
         order = _order(hidden, head, targets.reshape(-1), ignore_index, group, n_groups, budget)
     if order is None:
+        require(
+            not asked & {"lse", "mean_logp"},
+            f"{name}: a loss that uses lse or mean_logp cannot be made in two passes, which fp16, torch.compile or a "
+            "group larger than a chunk would need. Use bf16 or fp32, or a larger memory_budget.",
+            NotImplementedError,
+        )  # fmt: skip
         return _two_passes(hidden, head, targets, call, impl)
     extras: list[Any] = []
     train = torch.is_grad_enabled()
@@ -244,13 +291,20 @@ def _needs_late_gradient(hidden: Tensor, head: HeadParams) -> bool:
 def _two_passes(
     hidden: Tensor, head: HeadParams, targets: Tensor, call: _Call, impl: str | None
 ) -> tuple[Tensor, list[Any]]:
+    shard = None if head.shard is None else head.shard.process_group
+    asked = call.asked
     found = linear_logprob(
         hidden, head.weight, targets, bias=head.bias, temperature=head.temperature, softcap=head.softcap,
         pre_scale=head.pre_scale, post_scale=head.post_scale, ignore_index=call.ignore_index,
-        return_entropy=call.entropy, accum_dtype=call.accum_dtype, memory_budget=call.budget, impl=impl,
+        return_entropy="entropy" in asked, return_argmax="argmax" in asked, accum_dtype=call.accum_dtype,
+        memory_budget=call.budget, group=shard, impl=impl,
     )  # fmt: skip
     index = (targets.reshape(-1) != call.ignore_index).nonzero().view(-1)
-    entropy = None if found.entropy is None else found.entropy.reshape(-1)[index]
-    tokens = Tokens(found.logp.reshape(-1)[index], entropy, index, (0, call.n_groups))
+    entropy, argmax = (
+        None if t is None else t.reshape(-1)[index] for t in (found.entropy, found.argmax)
+    )
+    tokens = Tokens(
+        found.logp.reshape(-1)[index], entropy, index, (0, call.n_groups), argmax=argmax
+    )
     loss, extras = call.objective(tokens)
     return loss, [extras]

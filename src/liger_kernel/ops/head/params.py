@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_kernel.ops._labels import check_labels
 from liger_kernel.ops._op import require
+from liger_kernel.ops.head.shard import VocabShard
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,9 @@ class HeadParams:
     """logits z = post_scale * softcap(pre_scale * (h W^T + b)) / temperature,   softcap(u) = cap *
     tanh(u / cap)
 
-    weight: `[V, H]`   bias: `[V]` or None. Scales on both sides of the cap exist in the wild
+    weight: `[V, H]`   bias: `[V]` or None   shard: where these rows belong if other processes have more of them
+
+    Scales on both sides of the cap exist in the wild
     (Cohere, Granite, Falcon-H1 multiply; Gemma 2 caps; MuseGlimmer does both).
     """
 
@@ -27,6 +30,12 @@ class HeadParams:
     softcap: float | None = None
     post_scale: float = 1.0
     temperature: float = 1.0
+    shard: VocabShard | None = None
+
+    @property
+    def vocab(self) -> int:
+        """Classes of the whole head."""
+        return self.weight.shape[0] if self.shard is None else self.shard.total
 
     def check(self, hidden: Tensor, op: str) -> None:
         """ValueError if these cannot be the head of `hidden` `[*, H]`: also the last guard against
@@ -69,6 +78,6 @@ def check_head(
         targets.numel() == hidden.shape[:-1].numel(),
         f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got {list(targets.shape)}.",
     )
-    check_labels(op, targets, head.weight.shape[0], ignore_index)
+    check_labels(op, targets, head.vocab, ignore_index)
     kind = hidden.device.type
     return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden

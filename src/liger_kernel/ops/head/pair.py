@@ -1,0 +1,322 @@
+"""Two heads, one loss: a chunk of a student's logits against the same tokens of a teacher.
+
+    z = h W^T + b                                    the student's product, in a reused buffer
+    w = h' W'^T + b'                                 the teacher's, in another; or what is stored of it
+    losses, dz in place over z                       one kernel (`_head_pair`, `_head_top_k`)
+    dh = dz W        dW += dz^T h        db          two products
+
+Four products for a teacher with a head, three for a stored one; nothing of N x V is kept. Both buffers count against
+the memory budget. Ignored tokens are dropped before the products, and their rows of a stored teacher are never read.
+The gradients are made in forward, except for fp16, whose range needs the upstream loss scale before rounding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._head_pair import PairLoss, Transform, pair_rows
+from liger_kernel.ops._head_pair_torch import pair_rows_torch, top_k_rows_torch
+from liger_kernel.ops._head_top_k import top_k_rows
+from liger_kernel.ops._labels import check_labels
+from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require, rows
+from liger_kernel.ops._scale import scale_
+from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
+from liger_kernel.ops.head.params import HeadParams
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Everything of a call that is no tensor. See `PairLoss` for the loss itself.
+
+    want_hard   compute the hard loss even with weight 0
+    width       what the losses are divided by, times the number of tokens that count; 0: not divided
+    budget      bytes of the chunks of logits; num_valid: the tokens that count, if known
+    """
+
+    form: str
+    teacher: str
+    parameter: float
+    temperature: float
+    soft: float
+    hard: float
+    want_hard: bool
+    ignore_index: int
+    student_transform: Transform
+    teacher_transform: Transform
+    width: int
+    accum_dtype: torch.dtype | None
+    budget: int
+    num_valid: int | None
+
+
+# 1 launch
+
+
+def _fake(hidden, weight, bias, *rest):
+    need_dh, need_dw, need_db = rest[-3:]
+
+    def like(source: Tensor | None, wanted: bool) -> Tensor:
+        return hidden.new_empty(source.shape if source is not None and wanted else 0)
+
+    wide = compute_dtype(hidden)
+    return (
+        hidden.new_empty((), dtype=wide), hidden.new_empty(2, dtype=wide), hidden.new_empty((), dtype=wide),
+        like(hidden, need_dh), like(weight, need_dw).to(weight.dtype),
+        like(bias, need_db).to(hidden.dtype if bias is None else bias.dtype),
+    )  # fmt: skip
+
+
+@named(
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor? t_hidden, Tensor? t_weight, Tensor? t_bias,"
+    " Tensor? t_rows, Tensor? t_ids, Tensor? upstream, str form, str teacher, float parameter, float temperature,"
+    " float soft, float hard, bool want_hard, int ignore_index, float[] student, float[] t_transform, int width,"
+    " ScalarType? accum_dtype, int budget, int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+)
+def head_pair(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, t_hidden: Tensor | None,
+    t_weight: Tensor | None, t_bias: Tensor | None, t_rows: Tensor | None, t_ids: Tensor | None,
+    upstream: Tensor | None, form: str, teacher: str, parameter: float, temperature: float, soft: float, hard: float,
+    want_hard: bool, ignore_index: int, student: list[float], t_transform: list[float], width: int,
+    accum_dtype: torch.dtype | None, budget: int, num_valid: int | None, kernels: bool, need_dh: bool, need_dw: bool,
+    need_db: bool,
+) -> Any:  # fmt: skip
+    """-> loss, `[2]` soft and hard, number of tokens, dh, dw, db (empty where not needed).
+
+    student, t_transform: pre_scale, softcap (0: none), post_scale. upstream: the gradient of the loss, or None for 1.
+    """
+    labels = None if target is None else target.reshape(-1)
+    n, vocab, wide = (
+        hidden.numel() // max(hidden.shape[-1], 1),
+        weight.shape[0],
+        compute_dtype(hidden),
+    )
+    want_hard = want_hard or hard != 0.0
+    loss = PairLoss(
+        form, teacher, parameter, temperature, soft, hard, want_hard, ignore_index, _transform(student),
+        _transform(t_transform),
+    )  # fmt: skip
+    keep = None if labels is None else valid_tokens(labels, ignore_index, num_valid)
+    count = _count(labels, ignore_index, n, wide, hidden.device)
+    share = 1.0 / (count.clamp(min=1) * width) if width else torch.ones_like(count)
+    scale = share if upstream is None else share * upstream
+    source = _Source(t_hidden, t_weight, t_bias, t_rows, t_ids, kernels)
+
+    def per_row(
+        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        y = None
+        if labels is not None:
+            y = labels[start:stop] if index is None else labels.index_select(0, index)
+        return source.losses(loss, logits, y, scale, out, start, stop, index)
+
+    found, grads = run(
+        hidden, HeadParams(weight, bias), per_row, Wanted(need_dh, need_dw, need_db), keep=keep,
+        budget=source.students_share(budget, vocab * hidden.element_size()), accum_dtype=accum_dtype,
+    )  # fmt: skip
+    parts = (
+        torch.cat(found, 1).sum(1) if found else torch.zeros(2, dtype=wide, device=hidden.device)
+    )
+    parts = parts * share
+    # A loss of weight 0 stays out: it may be infinite.
+    terms = [w * part for w, part in zip((soft, hard), parts, strict=True) if w]
+    total = sum(terms[1:], terms[0]) if terms else parts.new_zeros(())
+    made = (
+        hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)
+    )
+    return total, parts, count, *made
+
+
+def _transform(of: list[float]) -> Transform:
+    pre, cap, post = of
+    return pre, cap or None, post
+
+
+def _count(
+    labels: Tensor | None, ignore_index: int, n: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if labels is None:
+        return torch.full((), n, dtype=dtype, device=device)
+    return (labels != ignore_index).sum().to(dtype)
+
+
+class _Source:
+    """Where the teacher's rows come from: a product with its head, or what is stored of them."""
+
+    def __init__(
+        self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, given: Tensor | None,
+        ids: Tensor | None, kernels: bool,
+    ) -> None:  # fmt: skip
+        self.given = None if given is None else rows(given)
+        self.ids = None if ids is None else rows(ids)
+        self.kernels = kernels
+        self.buffer: Tensor | None = None
+        if hidden is not None and weight is not None:
+            self.hidden = rows(hidden)
+            self.weight = weight.to(hidden.dtype)
+            self.bias = None if bias is None else bias.to(hidden.dtype)
+
+    def students_share(self, budget: int, student_row: int) -> int:
+        """What is left of the budget for the student's logits: both buffers have the same number of rows."""
+        if self.given is not None:
+            return budget
+        teacher_row = self.weight.shape[0] * self.weight.element_size()
+        return max(budget * student_row // max(student_row + teacher_row, 1), 1)
+
+    def losses(
+        self, loss: PairLoss, logits: Tensor, target: Tensor | None, scale: Tensor, out: Tensor | None,
+        start: int, stop: int, index: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Soft and hard loss of a chunk, `[2, C]`, and the gradient into `out`."""
+        V = logits.shape[1]
+        if self.given is None:
+            function = pair_rows if self.kernels else pair_rows_torch
+            return function(
+                loss,
+                logits,
+                self._product(logits, start, stop, index),
+                None,
+                target,
+                scale,
+                out,
+                V=V,
+            )
+        given = self.given if index is not None else self.given[start:stop]
+        if self.ids is None:
+            function = pair_rows if self.kernels else pair_rows_torch
+            return function(loss, logits, given, index, target, scale, out, V=V)
+        ids = self.ids if index is not None else self.ids[start:stop]
+        function = top_k_rows if self.kernels else top_k_rows_torch
+        return function(loss, logits, ids, given, index, target, scale, out, V=V)
+
+    def _product(self, logits: Tensor, start: int, stop: int, index: Tensor | None) -> Tensor:
+        """The teacher's logits of a chunk, in a buffer padded like the student's."""
+        h = self.hidden[start:stop] if index is None else self.hidden.index_select(0, index)
+        width = self.weight.shape[0]
+        if self.buffer is None:  # the first chunk is the longest
+            unit = 1 if logits.stride(0) == logits.shape[1] else 64
+            self.buffer = h.new_empty(stop - start, -(-width // unit) * unit)
+        out = self.buffer[: stop - start, :width]
+        if self.bias is None:
+            return torch.mm(h, self.weight.t(), out=out)
+        return torch.addmm(self.bias, h, self.weight.t(), out=out)
+
+
+# 2 autograd
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+        *tensors, options, kernels, train = rest
+        ctx.save_for_backward(hidden, weight, bias, *tensors)
+        ctx.options, ctx.kernels = options, kernels
+        ctx.needed = ctx.needs_input_grad[:3]
+        late = hidden.dtype == torch.float16
+        early = tuple(needed and train and not late for needed in ctx.needed)
+        loss, parts, count, *grads = _pass(
+            hidden, weight, bias, *tensors, None, options, kernels, early
+        )
+        ctx.ready = grads if any(early) else None
+        ctx.mark_non_differentiable(parts, count)
+        return loss, parts, count
+
+    @staticmethod
+    @first_order("linear_distillation")
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+        # The first backward hands the buffers over, so that nobody else holds them; a second one makes them anew.
+        ready, ctx.ready = ctx.ready, None
+        if ready is None:
+            found = _pass(*ctx.saved_tensors, dloss, ctx.options, ctx.kernels, ctx.needed)[3:]
+        else:
+            found = [g if g.numel() == 0 else scale_(g, dloss.to(g.dtype)) for g in ready]
+        grads = (g if needed else None for g, needed in zip(found, ctx.needed, strict=True))
+        return *grads, *(None,) * 9
+
+
+def _pass(*args: Any) -> Any:
+    *tensors, options, kernels, needed = args
+    o: PairOptions = options
+
+    def flat(of: Transform) -> list[float]:
+        return [of[0], of[1] or 0.0, of[2]]
+
+    return head_pair(
+        *tensors, o.form, o.teacher, o.parameter, o.temperature, o.soft, o.hard, o.want_hard, o.ignore_index,
+        flat(o.student_transform), flat(o.teacher_transform), o.width, o.accum_dtype, o.budget, o.num_valid, kernels,
+        *needed,
+    )  # fmt: skip
+
+
+def pair_op(name: str, reference: Callable[..., Any]) -> Op:
+    """The op `name`: (hidden, weight, bias, target, teacher's hidden, weight, bias, stored rows, stored ids, options,
+    train) -> loss, soft and hard, number of tokens.
+    """
+    return Op(
+        name,
+        reference,
+        fallback=lambda *args: _Pair.apply(*args[:-1], False, args[-1]),
+        function=lambda *args: _Pair.apply(*args[:-1], True, args[-1]),
+        supports=lambda *args: None,
+        cost=_cost,
+    )
+
+
+def _cost(
+    hidden: Tensor, weight: Tensor, bias: Any = None, target: Any = None, t_hidden: Tensor | None = None,
+    t_weight: Tensor | None = None, t_bias: Any = None, t_rows: Tensor | None = None, *_: Any,
+) -> Cost:  # fmt: skip
+    """Three products of the student, one of a teacher with a head; the chunks are the plan's, not in `saved`."""
+    given = [t for t in (hidden, weight, t_hidden, t_weight, t_rows) if t is not None]
+    n, v, h = hidden.numel() // hidden.shape[-1], *weight.shape
+    flops = 6 * n * v * h + (0 if t_weight is None else 2 * n * t_weight.numel())
+    own = sum(t.numel() * t.element_size() for t in (hidden, weight))
+    return Cost(sum(t.numel() * t.element_size() for t in given), own, saved=own, flops=flops)
+
+
+# 3 checks
+
+
+def check_student(
+    op: str,
+    hidden: Tensor,
+    targets: Tensor | None,
+    head: HeadParams,
+    ignore_index: int,
+    classes: bool,
+) -> Tensor:
+    """ValueError for a head or labels that do not fit; -> hidden, in autocast's dtype where that is on.
+
+    classes: the labels are used as classes, not only to say which tokens count.
+    """
+    head.check(hidden, op)
+    if targets is not None:
+        require(
+            targets.numel() == hidden.shape[:-1].numel(),
+            f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got "
+            f"{list(targets.shape)}.",
+        )
+        if classes:
+            check_labels(op, targets, head.weight.shape[0], ignore_index)
+    return autocast(hidden)
+
+
+def check_teacher(op: str, hidden: Tensor, student: Tensor, head: HeadParams) -> Tensor:
+    """ValueError unless this is a teacher of the same tokens; -> its hidden states, as `check_student`."""
+    head.check(hidden, f"{op}, teacher")
+    require(
+        hidden.shape[:-1].numel() == student.shape[:-1].numel(),
+        f"{op}: the teacher's hidden states {list(hidden.shape)} must be of the same tokens as the student's "
+        f"{list(student.shape)}.",
+    )
+    return autocast(hidden)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

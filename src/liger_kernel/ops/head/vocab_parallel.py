@@ -1,0 +1,78 @@
+"""Cross entropy of a head whose rows lie with several ranks: an objective of the engine.
+
+    loss = -(1 - s) logp - s mean_logp + k lse^2        s: label smoothing   k: lse_square_scale
+
+Every rank of the group gets the same loss; dh is summed over them, dW is of the own rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._ce_batch import denominators
+from liger_kernel.ops._op import compute_dtype, require
+from liger_kernel.ops.cross_entropy import CrossEntropyOutput
+from liger_kernel.ops.head.objective import Tokens, fused_linear_objective
+from liger_kernel.ops.linear_logprob import linear_logprob
+
+_OP = "fused_linear_cross_entropy"
+
+
+def sharded_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, group: Any, *, ignore_index: int,
+    label_smoothing: float, lse_square_scale: float, reduction: str, use_token_scaling: bool, return_z_loss: bool,
+    return_token_accuracy: bool, return_predicted_tokens: bool, impl: str | None, **head: Any,
+) -> CrossEntropyOutput:  # fmt: skip
+    """`fused_linear_cross_entropy` of a sharded head; `head`: transforms, accum_dtype and memory_budget.
+
+    Raises:
+        ValueError: reduction "none" with anything beside the loss itself.
+    """
+    plain = not (label_smoothing or lse_square_scale or use_token_scaling)
+    if reduction == "none":
+        require(
+            plain and not return_z_loss,
+            f'{_OP}: on a sharded head reduction="none" exists without label smoothing, z-loss and token scaling; use '
+            '"sum" or "mean".',
+        )
+        found = linear_logprob(
+            hidden, weight, target, bias=bias, ignore_index=ignore_index, group=group, impl=impl,
+            return_argmax=return_token_accuracy or return_predicted_tokens, **head,
+        )  # fmt: skip
+        hits = None if found.argmax is None else (found.argmax == target).float()
+        return CrossEntropyOutput(
+            -found.logp, None, hits if return_token_accuracy else None,
+            found.argmax if return_predicted_tokens else None,
+        )  # fmt: skip
+    wide = compute_dtype(hidden)
+    flat = target.reshape(-1)
+    scale = denominators(flat, None, ignore_index, reduction, 1, wide)[0]
+
+    def objective(tokens: Tokens) -> tuple[Tensor, Any]:
+        loss = (label_smoothing - 1.0) * tokens.logp
+        if label_smoothing:
+            loss = loss - label_smoothing * tokens.mean_logp  # type: ignore[operator]
+        z = lse_square_scale * tokens.lse.square() if tokens.lse is not None else 0.0 * tokens.logp
+        loss = loss + z
+        weight = scale * tokens.logp.detach().exp() if use_token_scaling else scale
+        return (loss * weight).sum(), ((z.detach() * weight).sum(), tokens.index, tokens.argmax)
+
+    wants_argmax = return_token_accuracy or return_predicted_tokens
+    loss, extras = fused_linear_objective(
+        hidden, weight, target, objective, bias=bias, ignore_index=ignore_index, process_group=group, impl=impl,
+        lse=bool(lse_square_scale), mean_logp=bool(label_smoothing), argmax=wants_argmax, **head,
+    )  # fmt: skip
+    z = torch.stack([part for part, _, _ in extras]).sum() if extras else scale.new_zeros(())
+    accuracy = predicted = None
+    if wants_argmax:
+        predicted = torch.full_like(flat, -1, dtype=torch.int64)
+        for _, index, argmax in extras:
+            predicted[index] = argmax
+        count = (flat != ignore_index).sum().clamp(min=1)
+        accuracy = ((predicted == flat) & (flat != ignore_index)).sum() / count
+        predicted = predicted.view(target.shape)
+    return CrossEntropyOutput(
+        loss, z if return_z_loss else None, accuracy if return_token_accuracy else None,
+        predicted if return_predicted_tokens else None,
+    )  # fmt: skip

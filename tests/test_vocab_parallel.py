@@ -1,0 +1,224 @@
+"""A vocabulary split over three ranks (17, 17 and 16 classes) gives one process's losses and gradients."""
+
+import functools
+
+import distributed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from liger_kernel.ops import cross_entropy as ce
+from liger_kernel.ops import linear_logprob as lp
+from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_kernel.ops.fused_linear_cross_entropy import reference as whole_cross_entropy
+from liger_kernel.ops.head.objective import fused_linear_objective
+from liger_kernel.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+
+pytestmark = pytest.mark.plain
+RANKS, VOCAB, WIDTH, TOKENS = 3, 50, 16, 40
+TRANSFORMS = {"softcap": 3.0, "pre_scale": 1.5, "post_scale": 0.7, "temperature": 1.3}
+
+
+def _problem():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, WIDTH).double(), torch.randn(VOCAB, WIDTH).double()
+    bias, target = torch.randn(VOCAB).double(), torch.randint(VOCAB, (TOKENS,))
+    target[::5] = -100
+    return hidden, weight, bias, target
+
+
+def _leaves(*tensors):
+    return [t.clone().requires_grad_() for t in tensors]
+
+
+def _part(whole):
+    return whole.chunk(RANKS)[dist.get_rank()]
+
+
+def _close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def _same_gradients(loss, leaves, wanted, wanted_leaves):
+    dh, *parts = torch.autograd.grad(loss, leaves)
+    want_dh, *wholes = torch.autograd.grad(wanted, wanted_leaves)
+    _close(dh, want_dh)
+    for part, whole in zip(parts, wholes, strict=True):
+        _close(part, _part(whole))
+
+
+def _logprob(budget):
+    hidden, weight, bias, target = _problem()
+    ids = torch.tensor([3, 49, 20, 3])
+    options = {
+        "return_entropy": True, "return_argmax": True, "selected_token_ids": ids, **TRANSFORMS,
+    }  # fmt: skip
+    mine = _leaves(hidden, _part(weight), _part(bias))
+    found = lp.linear_logprob(
+        mine[0], mine[1], target, bias=mine[2], group=dist.group.WORLD, memory_budget=budget, **options
+    )  # fmt: skip
+    whole = _leaves(hidden, weight, bias)
+    wanted = lp.reference(whole[0], whole[1], target, bias=whole[2], **options)
+    for name in ("logp", "entropy", "argmax", "selected"):
+        _close(getattr(found, name), getattr(wanted, name))
+    x, y, z = (
+        torch.randn(TOKENS).double(),
+        torch.randn(TOKENS).double(),
+        torch.randn(TOKENS, 4).double(),
+    )
+
+    def mixed(of):
+        return (of.logp * x).sum() + (of.entropy * y).sum() + (of.selected * z).sum()
+
+    torch.manual_seed(1)
+    _same_gradients(mixed(found), mine, mixed(wanted), whole)
+
+
+def _linear_cross_entropy(budget, dtensor, options):
+    hidden, weight, bias, target = _problem()
+    mine = _leaves(hidden, _part(weight), _part(bias))
+    weight_, bias_, group = mine[1], mine[2], dist.group.WORLD
+    if dtensor:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh, group = init_device_mesh("cpu", (RANKS,)), None
+        shapes = (
+            {"shape": weight.shape, "stride": weight.stride()},
+            {"shape": bias.shape, "stride": (1,)},
+        )
+        weight_, bias_ = (
+            DTensor.from_local(t, mesh, [Shard(0)], run_check=False, **s)
+            for t, s in zip(mine[1:], shapes, strict=True)
+        )
+    found = fused_linear_cross_entropy(
+        mine[0], weight_, target, bias_, group=group, memory_budget=budget, **options, **TRANSFORMS
+    )
+    whole = _leaves(hidden, weight, bias)
+    wanted = whole_cross_entropy(whole[0], whole[1], target, whole[2], **options, **TRANSFORMS)
+    for name in ("loss", "z_loss", "token_accuracy", "predicted_tokens"):
+        got, want = getattr(found, name), getattr(wanted, name)
+        assert (got is None) == (want is None), name
+        if got is not None:
+            _close(got.double(), want.double())
+    _same_gradients(found.loss.sum(), mine, wanted.loss.sum(), whole)
+
+
+def _objective():
+    hidden, weight, bias, target = _problem()
+
+    def objective(tokens):
+        return (tokens.logp * tokens.entropy + tokens.lse.square() - tokens.mean_logp).sum(), None
+
+    mine = _leaves(hidden, _part(weight), _part(bias))
+    options = {"entropy": True, "lse": True, "mean_logp": True, "memory_budget": 4000}
+    loss, _ = fused_linear_objective(
+        mine[0], mine[1], target, objective, bias=mine[2], process_group=dist.group.WORLD, **options
+    )
+    whole = _leaves(hidden, weight, bias)
+    wanted, _ = fused_linear_objective(
+        whole[0], whole[1], target, objective, bias=whole[2], **options
+    )
+    _close(loss, wanted)
+    _same_gradients(loss, mine, wanted, whole)
+
+
+def _given_logits(smoothing, formula):
+    hidden, weight, _, target = _problem()
+    logits = hidden @ weight.t()
+    target = target.view(5, 8)
+    (mine,), (whole,) = _leaves(logits.chunk(RANKS, -1)[dist.get_rank()]), _leaves(logits)
+    kept = mine.detach().clone()
+    loss = vocab_parallel_cross_entropy(
+        mine.view(5, 8, -1), target, dist.group.WORLD, label_smoothing=smoothing,
+        label_smoothing_formula=formula,
+    )  # fmt: skip
+    share = smoothing * VOCAB / (VOCAB - 1) if formula == "megatron" else smoothing
+    wanted = F.cross_entropy(whole, target.view(-1), label_smoothing=share, reduction="none")
+    _close(loss.view(-1), wanted)
+    upstream = torch.linspace(-1, 1, TOKENS).double()
+    (got,) = torch.autograd.grad(loss, mine, upstream.view(5, 8))
+    (want,) = torch.autograd.grad(wanted, whole, upstream)
+    _close(got, want.chunk(RANKS, -1)[dist.get_rank()])
+    assert torch.equal(mine, kept)
+
+
+def _partition():
+    """Megatron's own smoothing: over this rank's classes alone."""
+    hidden, weight, _, target = _problem()
+    logits = hidden @ weight.t()
+    mine = logits.chunk(RANKS, -1)[dist.get_rank()].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(
+        mine, target, dist.group.WORLD, label_smoothing=0.1, label_smoothing_mode="partition"
+    )
+    whole = logits.clone().requires_grad_()
+    log_p = whole.log_softmax(-1)
+    part = log_p.chunk(RANKS, -1)[dist.get_rank()]
+    wanted = -0.9 * log_p.gather(-1, target.clamp(min=0)[:, None])[:, 0] - 0.1 * part.mean(-1)
+    _close(loss, wanted.where(target >= 0, 0.0))
+    assert torch.isfinite(torch.autograd.grad(loss.sum(), mine)[0]).all()
+
+
+def _strange_labels():
+    """A target that is in nobody's part is NaN, alone; nothing to learn gives zeros."""
+    logits = torch.randn(3, 17)
+    target = torch.tensor([60, 3, -100])
+    loss = vocab_parallel_cross_entropy(logits, target, dist.group.WORLD)
+    assert loss[0].isnan()
+    assert loss[1].isfinite()
+    assert loss[2] == 0
+    hidden, weight, _, target = _problem()
+    mine = _leaves(hidden, _part(weight))
+    loss = fused_linear_cross_entropy(
+        *mine, torch.full_like(target, -100), group=dist.group.WORLD
+    ).loss
+    assert loss == 0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, mine))
+
+
+def _refused():
+    hidden, weight, _, target = _problem()
+    with pytest.raises(ValueError, match="must hold 17 classes"):
+        lp.linear_logprob(
+            hidden, weight[: 20 if dist.get_rank() == 0 else 15], target, group=dist.group.WORLD
+        )
+    with pytest.raises(ValueError, match="no class weights"):
+        fused_linear_cross_entropy(
+            hidden, _part(weight), target, None, torch.ones(VOCAB), group=dist.group.WORLD
+        )
+
+
+def _everything():
+    smooth = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "return_z_loss": True}
+    counted = {"return_token_accuracy": True, "return_predicted_tokens": True}
+    checks = [
+        functools.partial(_logprob, None),
+        functools.partial(_logprob, 2000),
+        functools.partial(_linear_cross_entropy, None, False, {"reduction": "sum", **smooth}),
+        functools.partial(_linear_cross_entropy, 2000, True, {**smooth, **counted}),
+        functools.partial(_linear_cross_entropy, 2000, True, {"use_token_scaling": True}),
+        functools.partial(_linear_cross_entropy, 2000, False, {"reduction": "none", **counted}),
+        _objective,
+        functools.partial(_given_logits, 0.0, "pytorch"),
+        functools.partial(_given_logits, 0.1, "pytorch"),
+        functools.partial(_given_logits, 0.1, "megatron"),
+        _partition,
+        _strange_labels,
+        _refused,
+    ]
+    for check in checks:
+        check()
+    return len(checks)
+
+
+def test_three_ranks_agree_with_one():
+    assert distributed.run(_everything, RANKS) == [13] * RANKS
+
+
+def test_one_rank_needs_no_group():
+    logits, target = torch.randn(4, 9, requires_grad=True), torch.tensor([0, 8, -100, 3])
+    torch.testing.assert_close(
+        vocab_parallel_cross_entropy(logits, target, label_smoothing=0.2),
+        ce.reference(logits, target, label_smoothing=0.2, reduction="none").loss,
+    )
