@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import tiny
 
+import liger_kernel
 from liger_kernel.ops import cross_entropy as ce
 from liger_kernel.ops import linear_logprob as lp
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -222,3 +224,51 @@ def test_one_rank_needs_no_group():
         vocab_parallel_cross_entropy(logits, target, label_smoothing=0.2),
         ce.reference(logits, target, label_smoothing=0.2, reduction="none").loss,
     )
+
+
+def _llama_step(model):
+    torch.manual_seed(3)
+    ids = torch.randint(99, (2, 12))
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    return out
+
+
+def _tensor_parallel_head(tied, hugging_face, folder):
+    """A patched Llama whose head is split over the ranks: the loss is fused, and equal to one process's."""
+    if hugging_face:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        model = tiny("llama", tie_word_embeddings=tied)
+        plan = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    plain = tiny("llama", tie_word_embeddings=tied)
+    wanted = _llama_step(plain)
+    liger_kernel.patch(model.train())
+    rows = []
+    head = model.get_output_embeddings()
+    logits = type(head).logits
+    type(head).logits = lambda self, x: rows.append(x.shape[0]) or logits(self, x)
+    found = _llama_step(model)
+    assert found.logits is None
+    assert set(rows) <= {0}
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-5, atol=0)
+    grads = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            distributed.full(parameter.grad), grads[name].grad, rtol=1e-4, atol=1e-6
+        )
+    return True
+
+
+@pytest.mark.parametrize("hugging_face", [False, True], ids=["parallelize_module", "tp_plan"])
+def test_a_patched_model_with_a_split_head(hugging_face, tmp_path):
+    if hugging_face:
+        tiny("llama").save_pretrained(tmp_path)
+    assert all(distributed.run(_tensor_parallel_head, 2, False, hugging_face, tmp_path))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._op import require
-from liger_kernel.ops.linear_logprob import linear_logprob
+from liger_kernel.ops.linear_logprob import LogprobOutput, linear_logprob
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
@@ -54,11 +54,48 @@ class LigerFusedLinearScaledCrossEntropyFunction:
             _input, weight, target, temperature=float(temperature), ignore_index=ignore_index,
             return_entropy=return_entropy, selected_token_ids=selected_token_ids,
         )  # fmt: skip
-        nll = -found.logp
-        if not return_entropy and selected_token_ids is None:
-            return nll
-        entropy = () if found.entropy is None else (found.entropy.to(_input.dtype),)
-        return nll, *entropy, *(() if found.selected is None else (found.selected,))
+        return _results(found, _input.dtype)
+
+
+class LigerFusedLinearScaledCrossEntropyTPFunction:
+    """The function for a head whose rows are split over a group, under the name of the contract."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0,
+        ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
+    ) -> Any:  # fmt: skip
+        """As `LigerFusedLinearScaledCrossEntropyFunction`, the same result on every rank.
+
+        Args:
+            _input: `[M, H]`, the same on every rank; its gradient is summed over the group.
+            weight: `[V_local, H]`, this rank's rows, in the order of ranks (equal parts, the last ones perhaps
+                smaller); its gradient is local. target: `[M]` int64, ids of the whole vocabulary.
+            tp_group: the torch.distributed group.
+            tiles_per_reduce: 1, 2 or 4; checked and ignored.
+        Raises:
+            RuntimeError: torch.distributed is not initialised. Otherwise as there.
+        """
+        name = "LigerFusedLinearScaledCrossEntropyTPFunction"
+        ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+        require(ready, f"{name}: torch.distributed is not initialised.", RuntimeError)
+        _check(_input, weight, target, temperature, tiles_per_reduce, return_entropy, None)
+        require(
+            tiles_per_reduce in (1, 2, 4),
+            f"{name}: tiles_per_reduce must be 1, 2 or 4; got {tiles_per_reduce}.",
+        )
+        found = linear_logprob(
+            _input, weight, target, temperature=float(temperature), ignore_index=ignore_index,
+            return_entropy=return_entropy, group=tp_group,
+        )  # fmt: skip
+        return _results(found, _input.dtype)
+
+
+def _results(found: LogprobOutput, dtype: torch.dtype) -> Any:
+    """nll alone, or nll [, entropy] [, selected]."""
+    entropy = () if found.entropy is None else (found.entropy.to(dtype),)
+    many = -found.logp, *entropy, *(() if found.selected is None else (found.selected,))
+    return many if len(many) > 1 else many[0]
 
 
 def _check(

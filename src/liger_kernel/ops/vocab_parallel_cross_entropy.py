@@ -89,8 +89,7 @@ def vocab_parallel_cross_entropy(
         f"{_OP}: target must have the logits' shape without its last dimension; got {list(logits.shape)} and "
         f"{list(target.shape)}.",
     )
-    choice(_OP, "label_smoothing_formula", label_smoothing_formula, ("pytorch", "megatron"))
-    choice(_OP, "label_smoothing_mode", label_smoothing_mode, ("global", "partition"))
+    validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
     require(
         0.0 <= label_smoothing < 1.0,
         f"{_OP}: label_smoothing must lie in [0, 1); got {label_smoothing}.",
@@ -107,6 +106,12 @@ def vocab_parallel_cross_entropy(
         share *= classes / (classes - 1)
     loss = _VocabParallelCrossEntropy.apply(flat, target.reshape(-1), math, share, whole)
     return loss.view(target.shape)
+
+
+def validate_formula_and_mode(formula: str, mode: str) -> None:
+    """ValueError unless both are known: "pytorch" or "megatron", "global" or "partition"."""
+    choice(_OP, "label_smoothing_formula", formula, ("pytorch", "megatron"))
+    choice(_OP, "label_smoothing_mode", mode, ("global", "partition"))
 
 
 class LigerVocabParallelCEFunction:

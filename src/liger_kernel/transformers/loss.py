@@ -1,9 +1,15 @@
 """Loss layers, with the constructors their users know."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput, check_options
+from liger_kernel.ops.vocab_parallel_cross_entropy import (
+    LigerVocabParallelCEFunction,
+    validate_formula_and_mode,
+)
 from liger_kernel.transformers import functional
 
 
@@ -134,3 +140,50 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         )  # fmt: skip
 
     extra_repr = LigerCrossEntropyLoss.extra_repr
+
+
+class LigerVocabParallelCrossEntropy(nn.Module):
+    """`liger_kernel.ops.vocab_parallel_cross_entropy.vocab_parallel_cross_entropy` as a layer.
+
+    Args:
+        ignore_index: the target of tokens that do not count.
+        label_smoothing: in [0, 1); label_smoothing_formula "pytorch" or "megatron"; label_smoothing_mode "global"
+            (over the whole vocabulary) or "partition" (over each rank's own part, as Megatron does).
+        reduction: "none" only.
+    Raises:
+        ValueError: an option out of its range.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
+        label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        name = type(self).__name__
+        if reduction != "none":
+            raise ValueError(
+                f'{name}: reduction must be "none"; got {reduction!r}. Reduce the result.'
+            )
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"{name}: label_smoothing must lie in [0, 1); got {label_smoothing}.")
+        validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.label_smoothing_formula = label_smoothing_formula
+        self.label_smoothing_mode = label_smoothing_mode
+
+    def forward(
+        self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None
+    ) -> Tensor:
+        """This rank's columns of the logits `[S, B, V_local]` and global ids `[S, B]` -> `[S, B]` fp32."""
+        return LigerVocabParallelCEFunction.apply(
+            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
+            self.label_smoothing_formula, self.label_smoothing_mode,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return (
+            f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, "
+            f"formula={self.label_smoothing_formula!r}, mode={self.label_smoothing_mode!r}"
+        )

@@ -20,7 +20,7 @@ from torch import nn
 from liger_kernel.transformers.model import output_classes
 from liger_kernel.transformers.patch.apply import Ledger
 from liger_kernel.transformers.patch.promise import LogitsPromise, PromisingHead
-from liger_kernel.transformers.patch.request import Request
+from liger_kernel.transformers.patch.request import Request, tensor_parallel_forward
 
 # The head
 
@@ -63,7 +63,8 @@ def why_not(outer: Any, head: Any) -> str | None:
     cls = type(head)
     if cls.forward is not nn.Linear.forward:
         return f"{cls.__name__} computes its product in its own way (adapter or quantised weight)"
-    if "forward" in head.__dict__ and "_old_forward" not in head.__dict__:
+    replaced = "forward" in head.__dict__ and "_old_forward" not in head.__dict__
+    if replaced and not tensor_parallel_forward(head):
         return f"another library replaced the forward of this {cls.__name__}"
     return None
 

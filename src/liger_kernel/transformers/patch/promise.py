@@ -289,7 +289,9 @@ class LogitsPromise:
         asked = {name: True for name, wanted in request.options.items() if wanted}
         job = HeadLoss(transform, target, weight, {**options, **asked})
         found = request.run(job, self._rows)
-        if isinstance(found, Tensor):  # a sharded weight: the head returned logits
+        if found is None:  # a head that is sharded in some other way
+            return None
+        if isinstance(found, Tensor):  # likewise, and it has returned logits
             self._tensor = replay(self._steps, found)
             return None
         if request.token_accuracy is None:

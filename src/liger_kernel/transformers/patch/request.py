@@ -39,12 +39,28 @@ class Request:
         self.predicted_tokens: Tensor | None = None
 
     def run(self, job: Any, rows: Tensor) -> Any:
-        """`job(head, rows)` inside the head's forward, hooks and wrappers around it."""
+        """`job(head, rows)` inside the head's forward, hooks and wrappers around it.
+
+        Hugging Face's tensor parallelism replaces the forward of a head and leaves its weight, a DTensor, in place at
+        all times: there the job runs on its own.
+        """
+        if tensor_parallel_forward(self.head):
+            return (
+                job.loss(self.head, rows) if isinstance(job, HeadLoss) else self.head.forward(rows)
+            )
         self.head._liger_job = job
         try:
-            return self.outer(rows)
+            out = self.outer(rows)
         finally:
             self.head._liger_job = None
+        found = getattr(job, "found", None)
+        return out if found is None else found
+
+
+def tensor_parallel_forward(head: Any) -> bool:
+    """Whether Hugging Face's tensor parallelism has replaced this head's forward."""
+    name = getattr(vars(head).get("forward"), "__qualname__", "")
+    return name.endswith("install_forward.<locals>.tp_forward") and is_dtensor(head.weight)
 
 
 class HeadLoss:
@@ -54,17 +70,34 @@ class HeadLoss:
         self, transform: Transform, target: Tensor, weight: Tensor | None, options: dict[str, Any]
     ) -> None:
         self.transform, self.target = transform, target
+        self.found: Any = None  # the result, where what the head returns goes through other hands
         # Only what is not at its default: a framework's replacement may not know every argument.
         self.options = {k: v for k, v in options.items() if v != _DEFAULTS.get(k, False)}
         if weight is not None:
             self.options["ce_weight"] = weight
 
     def __call__(self, head: Any, rows: Tensor) -> Any:
-        """(loss, z_loss, token_accuracy, predicted_tokens); the logits if the weight is still sharded."""
-        weight, bias = head.weight, head.bias
-        if is_dtensor(weight) or 0 < weight.shape[0] != head.out_features:
-            return head.logits(rows)  # tensor parallel: the head's hooks gather its output
-        t = self.transform
+        """(loss, z_loss, token_accuracy, predicted_tokens); the logits if the weight is sharded in another way than the
+        engine knows.
+        """
+        found = self.loss(head, rows)
+        if found is None:
+            return head.logits(rows)
+        if not is_dtensor(head.weight):
+            return found
+        self.found = found
+        return head.logits(rows[:0])  # the hooks of tensor parallelism expect logits to gather
+
+    def loss(self, head: Any, rows: Any) -> tuple[Any, ...] | None:
+        """(loss, z_loss, token_accuracy, predicted_tokens), None where only logits will do."""
+        weight, bias, t = head.weight, head.bias, self.transform
+        if is_dtensor(weight):
+            if not _splits_vocabulary(weight, bias) or t.stop is not None or t.shift is not None:
+                return None
+        elif 0 < weight.shape[0] != head.out_features:
+            return None
+        if is_dtensor(rows):
+            rows = rows.to_local()
         if t.stop is not None:
             weight = weight[t.start : t.stop]
             bias = None if bias is None else bias[t.start : t.stop]
@@ -82,3 +115,10 @@ class HeadLoss:
         if isinstance(result, Tensor):
             return result, None, None, None
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
+
+
+def _splits_vocabulary(weight: Any, bias: Any) -> bool:
+    """Whether a DTensor head is split along its rows alone, over one mesh dimension."""
+    placements = weight.placements
+    same = bias is None or (is_dtensor(bias) and bias.placements == placements)
+    return same and weight.device_mesh.ndim == 1 and placements[0].is_shard(0)
