@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _PRELOADED = [
+    "pytest",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.models.auto.modeling_auto",
@@ -34,8 +35,11 @@ class RankFailed(AssertionError):
     """A rank that raised, died or did not end in time; the text has each rank's traceback or stack."""
 
 
-def run(check: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """`check(*args)` in `world` processes; their results in the order of ranks.
+def run(
+    check: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
+) -> list[Any]:
+    """`check(*args)` in `world` processes; their results in the order of ranks. With another backend than gloo each
+    rank has the accelerator of its number.
 
     Raises:
         RankFailed: naming the ranks that raised, died, or still ran after `timeout` seconds.
@@ -47,7 +51,7 @@ def run(check: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0
         try:
             for rank in range(world):
                 mine, theirs = context.Pipe(duplex=False)
-                job = (check, args, rank, world, folder, timeout, theirs)
+                job = (check, args, rank, world, folder, timeout, backend, theirs)
                 ranks.append(context.Process(target=_rank, args=job, daemon=True))
                 ranks[-1].start()
                 theirs.close()  # the rank's is the only one left: its death is the end of the pipe
@@ -95,7 +99,8 @@ def _last_words(process: Any, stack: Path, late: bool, timeout: float) -> str:
 
 
 def _rank(
-    check: Callable[..., Any], args: Any, rank: int, world: int, folder: str, timeout: float, end: Any
+    check: Callable[..., Any], args: Any, rank: int, world: int, folder: str, timeout: float, backend: str,
+    end: Any,
 ) -> None:  # fmt: skip
     import torch
     import torch.distributed as dist
@@ -105,9 +110,11 @@ def _rank(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if backend != "gloo":
+        torch.accelerator.set_device_index(rank)
     try:
         dist.init_process_group(
-            "gloo", f"file://{folder}/store", timedelta(seconds=timeout), world, rank
+            backend, f"file://{folder}/store", timedelta(seconds=timeout), world, rank
         )
         told = (True, check(*args))
         dist.barrier()

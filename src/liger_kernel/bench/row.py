@@ -18,7 +18,7 @@ from liger_kernel.bench.work import BACKWARD, BOTH, FORWARD, Function, Inputs, M
 class Bench:
     """One operator.
 
-    op        name of a module in `liger_kernel.ops`, imported when the row runs
+    op        name of the row, and of the module in `liger_kernel.ops` that is imported when it runs
     inputs    (make, *sizes) -> tensors by keyword, in the operator's order
     grads     the inputs whose gradients are taken
     shapes    label -> sizes
@@ -29,6 +29,7 @@ class Bench:
     eager, ours, cost    made from the module; by default `OP.reference`, the function named like the
               op, and `OP.cost`
     products  inputs -> (N, H, V) where three matrix products make the floor
+    module    where ours stands if not in `liger_kernel.ops`
     """
 
     op: str
@@ -43,10 +44,11 @@ class Bench:
     ours: Mapping[str, Callable[[Any], Function]] | None = None
     cost: Callable[..., Any] = lambda ops, **inputs: ops.OP.cost(*inputs.values())
     products: Callable[..., tuple[int, int, int]] | None = None
+    module: str = ""
 
     def ops(self) -> Any:
         """The operator's module."""
-        return importlib.import_module(f"liger_kernel.ops.{self.op}")
+        return importlib.import_module(self.module or f"liger_kernel.ops.{self.op}")
 
     def reference(self) -> Function:
         """Plain torch: the first provider, and what every provider is checked against."""
