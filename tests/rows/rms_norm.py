@@ -12,6 +12,10 @@ def _mixed(shape, make, **_):
     return {"x": make(*shape), "weight": make(shape[-1], dtype=torch.float32)}
 
 
+def _wide_input(shape, make, **_):
+    return {"x": make(*shape, dtype=torch.float32), "weight": make(shape[-1])}
+
+
 def _no_weight(shape, make, **_):
     return {"x": make(*shape)}
 
@@ -65,9 +69,18 @@ ROWS = [
         rms_norm.rms_norm,
         _mixed,
         shapes=[(3, 8), (5, 33)],
-        options={"casting_mode": ["llama", "gemma"]},
+        options={"casting_mode": ["llama", "gemma", "t5"]},
         grads=("x", "weight"),
         label="rms_norm mixed dtypes",
+    ),
+    Case(
+        rms_norm.OP,
+        rms_norm.rms_norm,
+        _wide_input,
+        shapes=[(5, 33)],
+        options={"casting_mode": ["t5"]},
+        grads=("x", "weight"),
+        label="rms_norm of fp32 with a narrow weight",
     ),
     Case(
         rms_norm.OP,

@@ -25,6 +25,15 @@ def exp(x):
 
 
 @triton.jit
+def logistic(x):
+    """sigmoid(x) and its derivative. Nothing overflows and nothing cancels: both tails keep full precision."""
+    e = exp(-tl.abs(x))
+    upper = 1.0 / (1.0 + e)
+    lower = e * upper
+    return tl.where(x >= 0, upper, lower), upper * lower
+
+
+@triton.jit
 def tanh(x):
     """1 - 2 / (1 + e^2x): saturates to +-1 on both sides. Below 0.04 the odd series, where the
     form above cancels.

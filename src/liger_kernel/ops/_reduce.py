@@ -5,14 +5,17 @@ dtype, in a fixed order.
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._device import row_base
 from liger_kernel.ops._triton import cdiv, launch, tl, triton
 
 _ROWS, _COLUMNS, _WARPS = 64, 16, 4  # measured up to 16384 columns; beyond, programs abound
-_WIDE = 16384
+_WIDE, _FEW = 16384, 4
 
 
 @triton.jit
-def _sum_kernel(OUT, P, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_kernel(OUT, OUT2, P, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    which = tl.program_id(1)
+    P += row_base(which * n_rows, n_cols)
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     m_cols = cols < n_cols
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -20,15 +23,46 @@ def _sum_kernel(OUT, P, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexp
         rows = start + tl.arange(0, ROWS)
         mask = (rows < n_rows)[:, None] & m_cols[None, :]
         total += tl.load(P + rows[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
-    tl.store(OUT + cols, tl.sum(total, axis=0).to(OUT.dtype.element_ty), mask=m_cols)
+    result = tl.sum(total, axis=0)
+    tl.store(OUT + cols, result.to(OUT.dtype.element_ty), mask=m_cols & (which == 0))
+    if OUT2 is not None:
+        tl.store(OUT2 + cols, result.to(OUT2.dtype.element_ty), mask=m_cols & (which == 1))
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Column sums of contiguous fp32 `[G, D]` (G x D below 2^31), rounded once to `dtype`."""
     n_rows, n_cols = partials.shape
     out = torch.empty(n_cols, dtype=dtype, device=partials.device)
-    columns = _COLUMNS if n_cols <= _WIDE else 8 * _COLUMNS
-    meta = {"ROWS": _ROWS, "COLUMNS": columns, "num_warps": _WARPS}
-    grid = (cdiv(n_cols, columns),)
-    launch(_sum_kernel, grid, partials.device, out, partials, n_rows, n_cols, **meta)
+    _launch(out, None, partials, n_rows, n_cols, 1)
     return out
+
+
+def sum_two_partials(
+    partials: Tensor, first: torch.dtype | None, second: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Two column sums in one launch, from contiguous fp32 `[2, G, D]` (G x D below 2^31).
+
+    A sum whose dtype is None is not wanted: it is empty, and has no place in `partials`.
+    """
+    if first is None or second is None:
+        out, out2 = (
+            partials.new_empty(0) if dtype is None else sum_partials(partials[0], dtype)
+            for dtype in (first, second)
+        )
+        return out, out2
+    _, n_rows, n_cols = partials.shape
+    out = torch.empty(n_cols, dtype=first, device=partials.device)
+    out2 = torch.empty(n_cols, dtype=second, device=partials.device)
+    _launch(out, out2, partials, n_rows, n_cols, 2)
+    return out, out2
+
+
+def _launch(
+    out: Tensor, out2: Tensor | None, partials: Tensor, n_rows: int, n_cols: int, outputs: int
+) -> None:
+    rows, columns = _ROWS, _COLUMNS if n_cols <= _WIDE else 8 * _COLUMNS
+    if n_cols <= _FEW:  # one program: it takes as many rows at a time as it can
+        rows, columns = 1024, _FEW
+    meta = {"ROWS": rows, "COLUMNS": columns, "num_warps": _WARPS}
+    grid = (cdiv(n_cols, columns), outputs)
+    launch(_sum_kernel, grid, partials.device, out, out2, partials, n_rows, n_cols, **meta)

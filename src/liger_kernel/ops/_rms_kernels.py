@@ -1,7 +1,8 @@
-"""The kernels of `rms_norm`: rows held in registers, and rows too wide for that.
+"""The kernels of `rms_norm` and `fused_add_rms_norm`: rows held in registers, and rows too wide for that.
 
 x, dy `[R, D]` with adjacent columns and any row stride; y, dx contiguous; w `[D]`; rstd `[R]` fp32. LLAMA rounds the
-normalised row to x's dtype before the weight; ROUND_W rounds offset + w to w's dtype as eager does then.
+normalised row to y's dtype before the weight; ROUND_W rounds offset + w to w's dtype as eager does then. With a
+residual R (else None) the norm is that of s = x + r, which is stored; with DS (else None) dx gets that gradient too.
 """
 
 from liger_kernel.ops._device import row_base
@@ -9,7 +10,12 @@ from liger_kernel.ops._triton import tl, triton
 
 
 @triton.jit
-def _scale(W, cols, mask, offset, ROUND: tl.constexpr):
+def _load(P, offsets, mask):
+    return tl.load(P + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scale_of(W, cols, mask, offset, ROUND: tl.constexpr):
     """offset + w in fp32, rounded to w's dtype under "llama" as eager does."""
     w = tl.load(W + cols, mask=mask, other=0.0)
     scale = w.to(tl.float32) + offset
@@ -20,7 +26,7 @@ def _scale(W, cols, mask, offset, ROUND: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    Y, sY_row, X, sX_row, W, RSTD, n_rows, n_cols, eps, offset,
+    Y, X, sX_row, S, R, sR_row, W, RSTD, n_rows, n_cols, eps, offset,
     LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -28,52 +34,63 @@ def forward_kernel(
     m_row = row < n_rows
     m_col = cols < n_cols
     mask = m_row[:, None] & m_col[None, :]
-    x = tl.load(X + row_base(row, sX_row)[:, None] + cols[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    at = row_base(row, n_cols)[:, None] + cols[None, :]
+    x = _load(X, row_base(row, sX_row)[:, None] + cols[None, :], mask)
+    if R is not None:
+        r = _load(R, row_base(row, sR_row)[:, None] + cols[None, :], mask)
+        s = (x + r).to(S.dtype.element_ty)
+        tl.store(S + at, s, mask=mask)
+        x = s.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
     tl.store(RSTD + row, rstd, mask=m_row)
     n = x * rstd[:, None]
     if LLAMA:
         n = n.to(Y.dtype.element_ty).to(tl.float32)
     if HAS_W:
-        n = n * _scale(W, cols, m_col, offset, ROUND_W)[None, :]
-    tl.store(
-        Y + row_base(row, sY_row)[:, None] + cols[None, :], n.to(Y.dtype.element_ty), mask=mask
-    )
+        n = n * scale_of(W, cols, m_col, offset, ROUND_W)[None, :]
+    tl.store(Y + at, n.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def forward_wide_kernel(
-    Y, sY_row, X, sX_row, W, RSTD, n_cols, eps, offset,
+    Y, X, sX_row, S, R, sR_row, W, RSTD, n_rows, n_cols, eps, offset,
     LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    at = row_base(row, n_cols)
     X += row_base(row, sX_row)
-    Y += row_base(row, sY_row)
+    if R is not None:
+        R += row_base(row, sR_row)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last").to(
-            tl.float32
-        )
+        m_col = cols < n_cols
+        x = tl.load(X + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if R is not None:
+            r = tl.load(R + cols, mask=m_col, other=0.0, eviction_policy="evict_last")
+            x = (x + r.to(tl.float32)).to(S.dtype.element_ty).to(tl.float32)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / n_cols + eps)
     tl.store(RSTD + row, rstd)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         m_col = cols < n_cols
-        n = tl.load(X + cols, mask=m_col, other=0.0).to(tl.float32) * rstd
+        x = _load(X, cols, m_col)
+        if R is not None:
+            s = (x + _load(R, cols, m_col)).to(S.dtype.element_ty)
+            tl.store(S + at + cols, s, mask=m_col)
+            x = s.to(tl.float32)
+        n = x * rstd
         if LLAMA:
             n = n.to(Y.dtype.element_ty).to(tl.float32)
         if HAS_W:
-            n = n * _scale(W, cols, m_col, offset, ROUND_W)
-        tl.store(Y + cols, n.to(Y.dtype.element_ty), mask=m_col)
+            n = n * scale_of(W, cols, m_col, offset, ROUND_W)
+        tl.store(Y + at + cols, n.to(Y.dtype.element_ty), mask=m_col)
 
 
 @triton.jit
 def backward_kernel(
-    DX, DWP, DY, sDY_row, X, sX_row, W, RSTD, n_rows, n_cols, rows_per_program, offset,
+    DX, DWP, DS, sDS_row, DY, sDY_row, X, sX_row, W, RSTD, n_rows, n_cols, rows_per_program, offset,
     LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -87,41 +104,38 @@ def backward_kernel(
         row = start + tl.arange(0, ROWS)
         m_row = row < last
         mask = m_row[:, None] & m_col[None, :]
-        dy = tl.load(DY + row_base(row, sDY_row)[:, None] + cols[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        x = tl.load(X + row_base(row, sX_row)[:, None] + cols[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        dy = _load(DY, row_base(row, sDY_row)[:, None] + cols[None, :], mask)
+        x = _load(X, row_base(row, sX_row)[:, None] + cols[None, :], mask)
         rstd = tl.load(RSTD + row, mask=m_row, other=0.0)
         n = x * rstd[:, None]
         if NEED_DW:
-            rounded = n.to(X.dtype.element_ty).to(tl.float32) if LLAMA else n
+            rounded = n.to(DY.dtype.element_ty).to(tl.float32) if LLAMA else n
             dw += tl.sum(dy * rounded, axis=0)
         if NEED_DX:
             g = dy
             if HAS_W:
-                g = dy * _scale(W, cols, m_col, offset, ROUND_W)[None, :]
+                g = dy * scale_of(W, cols, m_col, offset, ROUND_W)[None, :]
             mean = tl.sum(g * n, axis=1) / n_cols
             dx = rstd[:, None] * (g - n * mean[:, None])
-            tl.store(
-                DX + row_base(row, n_cols)[:, None] + cols[None, :],
-                dx.to(DX.dtype.element_ty),
-                mask=mask,
-            )
+            if DS is not None:
+                dx += _load(DS, row_base(row, sDS_row)[:, None] + cols[None, :], mask)
+            at = row_base(row, n_cols)[:, None] + cols[None, :]
+            tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=mask)
     if NEED_DW:
         tl.store(DWP + pid * n_cols + cols, dw, mask=m_col)
 
 
 @triton.jit
 def dx_wide_kernel(
-    DX, DY, sDY_row, X, sX_row, W, RSTD, n_cols, offset,
+    DX, DS, sDS_row, DY, sDY_row, X, sX_row, W, RSTD, n_cols, offset,
     HAS_W: tl.constexpr, ROUND_W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     DX += row_base(row, n_cols)
     DY += row_base(row, sDY_row)
     X += row_base(row, sX_row)
+    if DS is not None:
+        DS += row_base(row, sDS_row)
     rstd = tl.load(RSTD + row)
     dot = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n_cols, BLOCK):
@@ -130,17 +144,20 @@ def dx_wide_kernel(
         g = tl.load(DY + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
         x = tl.load(X + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if HAS_W:
-            g = g * _scale(W, cols, m_col, offset, ROUND_W)
+            g = g * scale_of(W, cols, m_col, offset, ROUND_W)
         dot += g * x * rstd
     mean = tl.sum(dot, axis=0) / n_cols
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         m_col = cols < n_cols
-        g = tl.load(DY + cols, mask=m_col, other=0.0).to(tl.float32)
-        x = tl.load(X + cols, mask=m_col, other=0.0).to(tl.float32)
+        g = _load(DY, cols, m_col)
+        x = _load(X, cols, m_col)
         if HAS_W:
-            g = g * _scale(W, cols, m_col, offset, ROUND_W)
-        tl.store(DX + cols, (rstd * (g - x * rstd * mean)).to(DX.dtype.element_ty), mask=m_col)
+            g = g * scale_of(W, cols, m_col, offset, ROUND_W)
+        dx = rstd * (g - x * rstd * mean)
+        if DS is not None:
+            dx += _load(DS, cols, m_col)
+        tl.store(DX + cols, dx.to(DX.dtype.element_ty), mask=m_col)
 
 
 @triton.jit
@@ -154,11 +171,9 @@ def dw_wide_kernel(
     dw = tl.zeros((BLOCK,), tl.float32)
     first = part * rows_per_program
     for row in range(first, tl.minimum(first + rows_per_program, n_rows)):
-        dy = tl.load(DY + row_base(row, sDY_row) + cols, mask=m_col, other=0.0).to(tl.float32)
-        n = tl.load(X + row_base(row, sX_row) + cols, mask=m_col, other=0.0).to(
-            tl.float32
-        ) * tl.load(RSTD + row)
+        dy = _load(DY, row_base(row, sDY_row) + cols, m_col)
+        n = _load(X, row_base(row, sX_row) + cols, m_col) * tl.load(RSTD + row)
         if LLAMA:
-            n = n.to(X.dtype.element_ty).to(tl.float32)
+            n = n.to(DY.dtype.element_ty).to(tl.float32)
         dw += dy * n
     tl.store(DWP + row_base(part, n_cols) + cols, dw, mask=m_col)

@@ -8,6 +8,8 @@ Backward, with n = x * rstd and g = dy * (offset + w):
 
 Casts   "llama": n is rounded to x's dtype before it meets the weight (Llama, Qwen, Mistral, ...)
         "gemma", "none": fp32 throughout, one rounding at the end (Gemma, OLMo 2, GPT-OSS, ...)
+        "t5": n is rounded to the weight's dtype, which is also y's (T5 and its kin). It differs from
+        "llama" only where x and w differ in dtype: with fp16 weights T5 keeps x in fp32.
 Memory  forward reads x once and writes y; it keeps rstd, 4 bytes a row, beside its inputs.
         Backward reads dy and x once and writes dx; dw passes through fp32 partials of one row per
         program (SMs x 1..8 programs), summed in a fixed order. Rows that do not fit in registers
@@ -20,8 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel import _env
 from liger_kernel.ops import _rms_kernels as kernels
+from liger_kernel.ops._norm_plan import (
+    MAX_BLOCK,
+    WIDE_BLOCK,
+    backward_plan,
+    column_plan,
+    forward_plan,
+)
 from liger_kernel.ops._op import (
     Cost,
     Op,
@@ -36,10 +44,8 @@ from liger_kernel.ops._op import (
 from liger_kernel.ops._reduce import sum_partials
 from liger_kernel.ops._triton import block_of, cdiv, launch
 
-CASTING_MODES = ("llama", "gemma", "none")
+CASTING_MODES = ("llama", "gemma", "none", "t5")
 _CASTING_CODES = {-1: "none", 0: "llama", 1: "gemma"}
-_MAX_BLOCK = 32768  # columns a program holds in registers
-_WIDE_BLOCK = 8192  # columns a program visits at a time beyond that
 _DW_BLOCK = 1024
 
 # 1 reference
@@ -55,12 +61,14 @@ def reference(
     """The definition, with the roundings of Hugging Face's modules."""
     wide = x.to(compute_dtype(x))
     n = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if casting_mode == "llama":
-        n = n.to(x.dtype)
+    dtype = out_dtype(x, weight, casting_mode)
+    rounds = casting_mode in ("llama", "t5")
+    if rounds or weight is None:
+        n = n.to(dtype)
     if weight is None:
-        return n.to(x.dtype)
-    w = weight if casting_mode == "llama" else weight.to(n.dtype)
-    return (n * (w if offset == 0.0 else offset + w)).to(x.dtype)
+        return n
+    w = weight if rounds else weight.to(n.dtype)
+    return (n * (w if offset == 0.0 else offset + w)).to(dtype)
 
 
 # 2 launch
@@ -77,8 +85,14 @@ _BACKWARD = {
 }  # fmt: skip
 
 
+def out_dtype(x: Tensor, weight: Tensor | None, casting_mode: str) -> torch.dtype:
+    """x's dtype; the weight's under "t5"."""
+    return x.dtype if weight is None or casting_mode != "t5" else weight.dtype
+
+
 def _fake_forward(x, weight, eps, offset, casting_mode):
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+    y = x.new_empty(x.shape, dtype=out_dtype(x, weight, casting_mode))
+    return y, x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
 @named(
@@ -90,23 +104,29 @@ def rms_norm_forward_kernel(
 ) -> Any:
     """-> y like x (contiguous), rstd [R] fp32."""
     x2 = rows(x)
-    n_rows, n_cols = x2.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-    w, flags = _weight_flags(x2, weight, offset, casting_mode)
-    shared = (y, n_cols, x2, x2.stride(0), w, rstd)
-    scalars, flags = (n_cols, eps, offset), {**flags, "LLAMA": casting_mode == "llama"}
-    block = block_of(n_cols)
-    if block > _MAX_BLOCK:
-        meta = {**flags, "BLOCK": _WIDE_BLOCK, "num_warps": 16}
-        launch(kernels.forward_wide_kernel, (n_rows,), x.device, *shared, *scalars, **meta)
-        return y, rstd
-    n, warps = _FORWARD[max(block, 256)]
-    warps = min(warps, _env.device_info(x.device).max_warps)
-    meta = {**flags, "ROWS": n, "BLOCK": block, "num_warps": warps}
-    grid = (cdiv(n_rows, n),)
-    launch(kernels.forward_kernel, grid, x.device, *shared, n_rows, *scalars, **meta)
+    y = torch.empty(x.shape, dtype=out_dtype(x, weight, casting_mode), device=x.device)
+    rstd = torch.empty(x2.shape[0], dtype=torch.float32, device=x.device)
+    run_forward(y, rstd, x2, weight, eps, offset, casting_mode, _FORWARD)
     return y, rstd
+
+
+def run_forward(
+    y: Tensor, rstd: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str,
+    table: dict[int, tuple[int, int]], residual: Tensor | None = None, s: Tensor | None = None,
+) -> None:  # fmt: skip
+    """y = norm(x), or s = x + residual and y = norm(s); x and residual `[R, D]`, adjacent columns."""
+    n_rows, n_cols = x.shape
+    w, flags = _weight_flags(x, weight, offset, casting_mode)
+    added = (s, residual, None if residual is None else residual.stride(0))
+    args = (y, x, x.stride(0), *added, w, rstd, n_rows, n_cols, eps, offset)
+    block = block_of(n_cols)
+    if block > MAX_BLOCK:
+        meta = {**flags, "BLOCK": WIDE_BLOCK, "num_warps": 16}
+        launch(kernels.forward_wide_kernel, (n_rows,), x.device, *args, **meta)
+        return
+    plan = forward_plan(table[max(block, 256)], x.device)
+    grid = (cdiv(n_rows, plan["ROWS"]),)
+    launch(kernels.forward_kernel, grid, x.device, *args, **flags, BLOCK=block, **plan)
 
 
 def _fake_backward(dy, x, weight, rstd, offset, casting_mode, need_dx, need_dw):
@@ -124,51 +144,61 @@ def rms_norm_backward_kernel(
     need_dx: bool, need_dw: bool,
 ) -> Any:  # fmt: skip
     """-> dx like x, dw like weight; an output that is not needed is empty."""
+    return run_backward(
+        dy, None, x, weight, rstd, offset, casting_mode, need_dx, need_dw, _BACKWARD
+    )
+
+
+def run_backward(
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float,
+    casting_mode: str, need_dx: bool, need_dw: bool, table: dict[int, tuple[int, int, int, int]],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-> dx (+ ds), dw; an output that is not needed is empty. Operands of any layout."""
     dy2, x2 = rows(dy), rows(x)
     n_rows, n_cols = x2.shape
-    empty = x.new_empty(0)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else empty
-    need_dw = need_dw and weight is not None
+    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
+    if weight is None or not need_dw:
+        need_dw, empty = False, x.new_empty(0)
+    else:
+        empty = torch.zeros_like(weight) if n_rows == 0 else x.new_empty(0)
     if n_rows == 0:
-        return dx, torch.zeros_like(weight) if need_dw and weight is not None else empty
+        return dx, empty
     w, flags = _weight_flags(x2, weight, offset, casting_mode)
     operands = (dy2, dy2.stride(0), x2, x2.stride(0), w, rstd)
-    llama, block = casting_mode == "llama", block_of(n_cols)
-    if block > _MAX_BLOCK:
+    if ds is not None:
+        ds = rows(ds)
+    added = (ds, None if ds is None else ds.stride(0))
+    block = block_of(n_cols)
+    if block > MAX_BLOCK:
+        llama = flags.pop("LLAMA")
         if need_dx:
-            meta = {**flags, "BLOCK": _WIDE_BLOCK, "num_warps": 16}
-            launch(
-                kernels.dx_wide_kernel, (n_rows,), x.device, dx, *operands, n_cols, offset, **meta
-            )
+            args = (dx, *added, *operands, n_cols, offset)
+            meta = {**flags, "BLOCK": WIDE_BLOCK, "num_warps": 16}
+            launch(kernels.dx_wide_kernel, (n_rows,), x.device, *args, **meta)
         return dx, _dw_wide(operands, n_rows, n_cols, llama) if need_dw else empty
-    n, warps, per_sm, stages = _BACKWARD[max(block, 256)]
-    info = _env.device_info(x.device)
-    share = cdiv(cdiv(n_rows, info.sm_count * per_sm), n) * n
-    programs = cdiv(n_rows, share)
+    loaded = dy.element_size() + x.element_size() + (0 if ds is None else ds.element_size())
+    programs, share, plan = backward_plan(table[max(block, 256)], n_rows, block * loaded, x.device)
     partials = x.new_empty((programs, n_cols) if need_dw else 0, dtype=torch.float32)
     launch(
-        kernels.backward_kernel, (programs,), x.device, dx, partials, *operands, n_rows, n_cols, share, offset,
-        LLAMA=llama, **flags, NEED_DX=need_dx, NEED_DW=need_dw, ROWS=n, BLOCK=block, STAGES=stages,
-        num_warps=min(warps, info.max_warps),
+        kernels.backward_kernel, (programs,), x.device, dx, partials, *added, *operands, n_rows, n_cols, share,
+        offset, **flags, NEED_DX=need_dx, NEED_DW=need_dw, BLOCK=block, **plan,
     )  # fmt: skip
     return dx, sum_partials(partials, w.dtype) if need_dw else empty
 
 
 def _weight_flags(x: Tensor, weight: Tensor | None, offset: float, casting_mode: str) -> Any:
-    rounds = casting_mode == "llama" and offset != 0.0
-    flags = {"HAS_W": weight is not None, "ROUND_W": rounds}
+    llama = casting_mode in ("llama", "t5")
+    flags = {"LLAMA": llama, "HAS_W": weight is not None, "ROUND_W": llama and offset != 0.0}
     return (x if weight is None else dense(weight)), flags
 
 
 def _dw_wide(operands: tuple[Any, ...], n_rows: int, n_cols: int, llama: bool) -> Tensor:
     dy, sdy, x, sx, w, rstd = operands
-    columns = cdiv(n_cols, _DW_BLOCK)
-    parts = min(n_rows, max(1, 4 * _env.device_info(x.device).sm_count // columns))
-    share = cdiv(n_rows, parts)
-    partials = x.new_empty((cdiv(n_rows, share), n_cols), dtype=torch.float32)
-    grid, meta = (columns, partials.shape[0]), {"LLAMA": llama, "BLOCK": _DW_BLOCK}
-    scalars = (n_rows, n_cols, share)
-    launch(kernels.dw_wide_kernel, grid, x.device, partials, dy, sdy, x, sx, rstd, *scalars, **meta)
+    columns, parts, share = column_plan(n_rows, n_cols, _DW_BLOCK, x.device)
+    partials = x.new_empty((parts, n_cols), dtype=torch.float32)
+    args = (partials, dy, sdy, x, sx, rstd, n_rows, n_cols, share)
+    meta = {"LLAMA": llama, "BLOCK": _DW_BLOCK}
+    launch(kernels.dw_wide_kernel, (columns, parts), x.device, *args, **meta)
     return sum_partials(partials, w.dtype)
 
 
@@ -212,7 +242,7 @@ def cost(x: Tensor, weight: Tensor | None, *_: Any) -> Cost:
     )
 
 
-OP = Op("rms_norm", reference, reference, _RMSNorm.apply, supports, cost)
+OP = Op("rms_norm", reference, reference, _RMSNorm.apply, supports, cost, rows=1)
 
 # 4 public
 
@@ -233,24 +263,35 @@ def rms_norm(
         eps: added to the mean square.
         offset: added to the weight (1.0 where the weight is stored as a difference from one, as in
         Gemma).
-        casting_mode: "llama" rounds the normalised x to x's dtype before the weight; "gemma" and "none" stay in fp32.
+        casting_mode: "llama" rounds the normalised x to x's dtype before the weight; "gemma" and "none" stay in fp32;
+            "t5" rounds to the weight's dtype.
         impl: "triton" or "torch" for this call, None for the default choice.
     Returns:
-        `[*, D]` in x's dtype, contiguous.
+        `[*, D]` in x's dtype (the weight's under "t5"), contiguous.
     Memory:
         Keeps x, weight and 4 bytes a row for backward.
     Raises:
         ValueError: unknown casting mode, or a weight whose shape is not `[D]`.
     """
-    mode = _CASTING_CODES.get(casting_mode, casting_mode)  # type: ignore[call-overload]
+    mode = casting_name(casting_mode)
     choice("rms_norm", "casting_mode", mode, CASTING_MODES)
+    check_weight("rms_norm", x, weight)
+    return OP(x, weight, eps, offset, mode, impl=impl)
+
+
+def casting_name(casting_mode: str | int) -> Any:
+    """The name of a casting mode given by name or by the contract's number."""
+    return _CASTING_CODES.get(casting_mode, casting_mode)  # type: ignore[call-overload]
+
+
+def check_weight(op: str, x: Tensor, weight: Tensor | None, name: str = "weight") -> None:
+    """ValueError unless `weight` is None or has one entry a column."""
     if weight is not None:
         require(
             weight.shape == x.shape[-1:],
-            f"rms_norm: weight must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}; "
+            f"{op}: {name} must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}; "
             f"got {list(weight.shape)}.",
         )
-    return OP(x, weight, eps, offset, mode, impl=impl)
 
 
 class LigerRMSNormFunction:
@@ -277,7 +318,7 @@ def rms_norm_forward(
     """-> Y, X, RSTD, block, warps, casting mode, by the kernel and outside autograd; `row_mode`
     changes nothing.
     """
-    mode = _CASTING_CODES.get(casting_mode, casting_mode)  # type: ignore[call-overload]
+    mode = casting_name(casting_mode)
     y, rstd = rms_norm_forward_kernel(X, W, eps, offset, mode)
     block = block_of(X.shape[-1])
     return y, X, rstd, block, _FORWARD.get(block, (1, 4))[1], mode
@@ -290,7 +331,7 @@ def rms_norm_backward(
     """-> dX, dW in new tensors, by the kernel and outside autograd; block, warps, `in_place`,
     `row_mode` change nothing.
     """
-    mode = _CASTING_CODES.get(casting_mode, casting_mode)  # type: ignore[call-overload]
+    mode = casting_name(casting_mode)
     need_dw = W is not None and needs_dw is not False
     dx, dw = rms_norm_backward_kernel(dY, X, W, RSTD, offset, mode, True, need_dw)
     return dx, dw if need_dw else None

@@ -1,0 +1,181 @@
+"""The kernels of `layer_norm`: rows held in registers, and rows too wide for that.
+
+x, dy `[R, D]` with adjacent columns and any row stride; y, dx contiguous; w, b `[D]` or None; mean, rstd `[R]` fp32.
+P holds the partial sums of dw and of db, those of the two that are needed: `[G, D]` each, of G programs over the rows.
+"""
+
+from liger_kernel.ops._device import row_base
+from liger_kernel.ops._triton import tl, triton
+
+
+@triton.jit
+def _load(P, offsets, mask):
+    return tl.load(P + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def forward_kernel(
+    Y, X, sX_row, W, B, MEAN, RSTD, n_rows, n_cols, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The deviations from a rounded mean have a mean of their own, `slip`: taking it out costs a
+    sum that runs beside that of the squares, and keeps the digits of rows far from zero.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    m_row = row < n_rows
+    m_col = cols < n_cols
+    mask = m_row[:, None] & m_col[None, :]
+    x = _load(X, row_base(row, sX_row)[:, None] + cols[None, :], mask)
+    mean = tl.sum(x, axis=1) / n_cols
+    d = tl.where(mask, x - mean[:, None], 0.0)
+    slip = tl.sum(d, axis=1) / n_cols
+    rstd = tl.rsqrt(tl.sum(d * d, axis=1) / n_cols - slip * slip + eps)
+    tl.store(MEAN + row, mean + slip, mask=m_row)
+    tl.store(RSTD + row, rstd, mask=m_row)
+    y = (d - slip[:, None]) * rstd[:, None]
+    if W is not None:
+        y = y * _load(W, cols, m_col)[None, :]
+    if B is not None:
+        y = y + _load(B, cols, m_col)[None, :]
+    at = row_base(row, n_cols)[:, None] + cols[None, :]
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_wide_kernel(Y, X, sX_row, W, B, MEAN, RSTD, n_rows, n_cols, eps, BLOCK: tl.constexpr):
+    """One pass for the statistics: every lane sums the deviations of its columns, and their squares,
+    from the first of them, which lies where the row lies; then the lanes are merged.
+    """
+    row = tl.program_id(0)
+    X += row_base(row, sX_row)
+    Y += row_base(row, n_cols)
+    lane = tl.arange(0, BLOCK)
+    pivot = tl.load(X + lane).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(BLOCK, n_cols, BLOCK):
+        cols = start + lane
+        m_col = cols < n_cols
+        x = tl.load(X + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        off = tl.where(m_col, x - pivot, 0.0)
+        total += off
+        squares += off * off
+    held = ((n_cols - lane + BLOCK - 1) // BLOCK).to(tl.float32)  # columns of a lane, at least one
+    middle = tl.sum(pivot * held + total, axis=0) / n_cols
+    off = pivot - middle + total / held
+    slip = tl.sum(off * held, axis=0) / n_cols
+    squares += held * off * off - total * total / held
+    variance = tl.sum(squares, axis=0) / n_cols - slip * slip
+    rstd = tl.rsqrt(variance + eps)
+    tl.store(MEAN + row, middle + slip)
+    tl.store(RSTD + row, rstd)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + lane
+        m_col = cols < n_cols
+        y = (_load(X, cols, m_col) - middle - slip) * rstd
+        if W is not None:
+            y = y * _load(W, cols, m_col)
+        if B is not None:
+            y = y + _load(B, cols, m_col)
+        tl.store(Y + cols, y.to(Y.dtype.element_ty), mask=m_col)
+
+
+@triton.jit
+def backward_kernel(
+    DX, P, DY, sDY_row, X, sX_row, W, MEAN, RSTD, n_rows, n_cols, rows_per_program,
+    NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    m_col = cols < n_cols
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    first = pid * rows_per_program
+    last = tl.minimum(first + rows_per_program, n_rows)
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        m_row = row < last
+        mask = m_row[:, None] & m_col[None, :]
+        dy = _load(DY, row_base(row, sDY_row)[:, None] + cols[None, :], mask)
+        if NEED_DB:
+            db += tl.sum(dy, axis=0)
+        if NEED_DX or NEED_DW:
+            x = _load(X, row_base(row, sX_row)[:, None] + cols[None, :], mask)
+            mean = tl.load(MEAN + row, mask=m_row, other=0.0)
+            rstd = tl.load(RSTD + row, mask=m_row, other=0.0)
+            n = (x - mean[:, None]) * rstd[:, None]  # of no use beyond n_cols, where dy is 0
+            if NEED_DW:
+                dw += tl.sum(dy * n, axis=0)
+            if NEED_DX:
+                g = dy
+                if W is not None:
+                    g = dy * _load(W, cols, m_col)[None, :]
+                mean_g = tl.sum(g, axis=1) / n_cols
+                mean_gn = tl.sum(g * n, axis=1) / n_cols
+                dx = rstd[:, None] * (g - mean_g[:, None] - n * mean_gn[:, None])
+                at = row_base(row, n_cols)[:, None] + cols[None, :]
+                tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=mask)
+    if NEED_DW:
+        tl.store(P + row_base(pid, n_cols) + cols, dw, mask=m_col)
+        pid += tl.num_programs(0)
+    if NEED_DB:
+        tl.store(P + row_base(pid, n_cols) + cols, db, mask=m_col)
+
+
+@triton.jit
+def dx_wide_kernel(
+    DX, DY, sDY_row, X, sX_row, W, MEAN, RSTD, n_cols, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    DX += row_base(row, n_cols)
+    DY += row_base(row, sDY_row)
+    X += row_base(row, sX_row)
+    mean = tl.load(MEAN + row)
+    rstd = tl.load(RSTD + row)
+    sum_g = tl.zeros((BLOCK,), tl.float32)
+    sum_gn = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        m_col = cols < n_cols
+        g = tl.load(DY + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(X + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if W is not None:
+            g = g * _load(W, cols, m_col)
+        sum_g += g
+        sum_gn += g * (x - mean)
+    mean_g = tl.sum(sum_g, axis=0) / n_cols
+    mean_gn = tl.sum(sum_gn, axis=0) * rstd / n_cols
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        m_col = cols < n_cols
+        g = _load(DY, cols, m_col)
+        n = (_load(X, cols, m_col) - mean) * rstd
+        if W is not None:
+            g = g * _load(W, cols, m_col)
+        dx = rstd * (g - mean_g - n * mean_gn)
+        tl.store(DX + cols, dx.to(DX.dtype.element_ty), mask=m_col)
+
+
+@triton.jit
+def sums_wide_kernel(
+    P, DY, sDY_row, X, sX_row, MEAN, RSTD, n_rows, n_cols, rows_per_program,
+    NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_col = cols < n_cols
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    first = part * rows_per_program
+    for row in range(first, tl.minimum(first + rows_per_program, n_rows)):
+        dy = _load(DY, row_base(row, sDY_row) + cols, m_col)
+        if NEED_DW:
+            x = _load(X, row_base(row, sX_row) + cols, m_col)
+            dw += dy * ((x - tl.load(MEAN + row)) * tl.load(RSTD + row))
+        db += dy
+    if NEED_DW:
+        tl.store(P + row_base(part, n_cols) + cols, dw, mask=m_col)
+        part += tl.num_programs(1)
+    if NEED_DB:
+        tl.store(P + row_base(part, n_cols) + cols, db, mask=m_col)

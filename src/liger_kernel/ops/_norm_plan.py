@@ -1,0 +1,51 @@
+"""How the rows of a norm are spread over programs.
+
+Backward is persistent: a few programs an SM, each with a run of rows of its own, so that what is
+summed over rows stays in registers and leaves the program once.
+"""
+
+from typing import Any
+
+import torch
+
+from liger_kernel import _env
+from liger_kernel.ops._triton import cdiv
+
+MAX_BLOCK = 32768  # columns of a row that forward holds in registers
+WIDE_BLOCK = 8192  # columns a program visits at a time beyond that
+_REDUCTIONS = 4096  # bytes of shared memory a program needs beside its pipeline
+
+
+def forward_plan(entry: tuple[int, int], device: torch.device) -> dict[str, int]:
+    """ROWS and num_warps from a table's (rows, warps)."""
+    rows, warps = entry
+    return {"ROWS": rows, "num_warps": min(warps, _env.device_info(device).max_warps)}
+
+
+def backward_plan(
+    entry: tuple[int, int, int, int], n_rows: int, row_bytes: int, device: torch.device, groups: int = 1,
+) -> tuple[int, int, dict[str, Any]]:  # fmt: skip
+    """(programs, rows of each, ROWS, STAGES and num_warps) from a table's (rows, warps, programs per SM, stages).
+
+    row_bytes is what one row takes of all operands that the loop loads: no more stages than shared memory holds.
+    Rows that fall into `groups` of their own columns have `programs` for each group.
+    """
+    rows, warps, per_sm, stages = entry
+    info = _env.device_info(device)
+    most = max(info.sm_count * per_sm // groups, 1)
+    share = cdiv(cdiv(n_rows, most), rows) * rows
+    room = (info.shared_memory - _REDUCTIONS) // (rows * row_bytes)
+    meta = {
+        "ROWS": rows,
+        "STAGES": max(min(stages, room), 1),
+        "num_warps": min(warps, info.max_warps),
+    }
+    return cdiv(n_rows, share), share, meta
+
+
+def column_plan(n_rows: int, n_cols: int, block: int, device: torch.device) -> tuple[int, int, int]:
+    """(column blocks, parts of the rows, rows of a part) for sums over the rows of wide matrices."""
+    columns = cdiv(n_cols, block)
+    parts = min(n_rows, max(1, 4 * _env.device_info(device).sm_count // columns))
+    share = cdiv(n_rows, parts)
+    return columns, cdiv(n_rows, share), share
