@@ -1,4 +1,4 @@
-"""The kernels that SwiGLU and GeGLU share.   y = down * act(scale * gate) * up
+"""The kernels that SwiGLU, GeGLU and ReGLU share.   y = down * act(scale * gate) * up
 
     gate, up, y: [*, F], or gate and up as the halves of one packed [*, 2F]
 
@@ -8,6 +8,7 @@ Every activation here is act(g) = g * c(g) with a cumulative distribution c, so 
     gelu_tanh   c = (1 + tanh(u)) / 2 = sigmoid(2u),              c' = c * (1 - c) * (2u)'
                 2u = 2 sqrt(2 / pi) * (g + 0.044715 g^3)
     gelu        c = (1 + erf(g / sqrt 2)) / 2                     c' = exp(-g^2 / 2) / sqrt(2 pi)
+    relu        c = [g > 0]                                       c' = 0
 
 Backward, with g = scale * gate:   dgate = dy * up * down * scale * act'(g),   dup = dy * down * act(g)
 
@@ -24,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._device import INV_SQRT_2PI, SQRT_HALF, exp, row_base
+from liger_kernel.ops._device import INV_SQRT_2PI, SQRT_HALF, exp, logistic
+from liger_kernel.ops._elementwise import at, launch_tiles, matrices, tile
 from liger_kernel.ops._op import Cost, named, require, rows
-from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
+from liger_kernel.ops._triton import tl, triton
 
-_TILE = 2048  # elements a program handles: 16 a thread, two 16-byte accesses per bf16 operand
-_WARPS = 4
 _CUBIC: tl.constexpr = tl.constexpr(0.044715)
 _THRICE_CUBIC: tl.constexpr = tl.constexpr(3 * 0.044715)
 _TWICE_SQRT_2_OVER_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
@@ -38,47 +38,26 @@ _TWICE_SQRT_2_OVER_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
-def _logistic(x):
-    """sigmoid(x) and its derivative. Nothing overflows and nothing cancels: both tails keep full precision."""
-    e = exp(-tl.abs(x))
-    upper = 1.0 / (1.0 + e)
-    lower = e * upper
-    return tl.where(x >= 0, upper, lower), upper * lower
-
-
-@triton.jit
 def _activation(g, ACT: tl.constexpr):
     """act(g) and act'(g); a caller that drops the second does not pay for it.
 
     The logistic form of the tanh GELU is exact where 1 + tanh(u) would cancel, and needs one exponential.
     """
-    if ACT == "silu":
-        c, dc = _logistic(g)
-    elif ACT == "gelu_tanh":
-        inner = (g * g * _CUBIC + 1.0) * _TWICE_SQRT_2_OVER_PI
-        c, dc = _logistic(g * inner)
-        dc *= (g * g * _THRICE_CUBIC + 1.0) * _TWICE_SQRT_2_OVER_PI
+    if ACT == "relu":
+        value, slope = tl.where(g <= 0.0, 0.0, g), tl.where(g <= 0.0, 0.0, 1.0)  # NaN stays NaN
     else:
-        tl.static_assert(ACT == "gelu")
-        c = 0.5 + 0.5 * tl.erf(g * SQRT_HALF)
-        dc = exp(g * g * -0.5) * INV_SQRT_2PI
-    return g * c, c + g * dc
-
-
-@triton.jit
-def _tile(n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's rows, first column (64-bit: a flat operand is one row), columns from there, and mask."""
-    pid = tl.program_id(0)
-    blocks = tl.cdiv(n_cols, BLOCK)
-    row = (pid // blocks) * ROWS + tl.arange(0, ROWS)
-    start = row_base(pid % blocks, BLOCK)
-    cols = tl.arange(0, BLOCK)
-    return row, start, cols, (row < n_rows)[:, None] & (cols < n_cols - start)[None, :]
-
-
-@triton.jit
-def _at(P, row, stride, start, cols):
-    return P + start + row_base(row, stride)[:, None] + cols[None, :]
+        if ACT == "silu":
+            c, dc = logistic(g)
+        elif ACT == "gelu_tanh":
+            inner = (g * g * _CUBIC + 1.0) * _TWICE_SQRT_2_OVER_PI
+            c, dc = logistic(g * inner)
+            dc *= (g * g * _THRICE_CUBIC + 1.0) * _TWICE_SQRT_2_OVER_PI
+        else:
+            tl.static_assert(ACT == "gelu")
+            c = 0.5 + 0.5 * tl.erf(g * SQRT_HALF)
+            dc = exp(g * g * -0.5) * INV_SQRT_2PI
+        value, slope = g * c, c + g * dc
+    return value, slope
 
 
 @triton.jit
@@ -86,13 +65,13 @@ def _forward_kernel(
     Y, sY_row, G, sG_row, U, sU_row, n_rows, n_cols, scale, down,
     ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, start, cols, mask = _tile(n_rows, n_cols, ROWS, BLOCK)
+    row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)
     stored = G.dtype.element_ty
-    g = tl.load(_at(G, row, sG_row, start, cols), mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(_at(U, row, sU_row, start, cols), mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(at(G, row, sG_row, start, cols), mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(at(U, row, sU_row, start, cols), mask=mask, other=0.0).to(tl.float32)
     a, _ = _activation((g * scale).to(stored).to(tl.float32), ACT)
     y = a.to(stored).to(tl.float32) * u * down
-    tl.store(_at(Y, row, sY_row, start, cols), y.to(Y.dtype.element_ty), mask=mask)
+    tl.store(at(Y, row, sY_row, start, cols), y.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -100,18 +79,18 @@ def _backward_kernel(
     DG, sDG_row, DU, sDU_row, DY, sDY_row, G, sG_row, U, sU_row, n_rows, n_cols, scale, down,
     ACT: tl.constexpr, NEED_DG: tl.constexpr, NEED_DU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, start, cols, mask = _tile(n_rows, n_cols, ROWS, BLOCK)
+    row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)
     stored = G.dtype.element_ty
-    dy = tl.load(_at(DY, row, sDY_row, start, cols), mask=mask, other=0.0).to(tl.float32) * down
-    g = tl.load(_at(G, row, sG_row, start, cols), mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(at(DY, row, sDY_row, start, cols), mask=mask, other=0.0).to(tl.float32) * down
+    g = tl.load(at(G, row, sG_row, start, cols), mask=mask, other=0.0).to(tl.float32)
     a, slope = _activation((g * scale).to(stored).to(tl.float32), ACT)
     if NEED_DG:
-        u = tl.load(_at(U, row, sU_row, start, cols), mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(at(U, row, sU_row, start, cols), mask=mask, other=0.0).to(tl.float32)
         dg = dy * u * slope * scale
-        tl.store(_at(DG, row, sDG_row, start, cols), dg.to(DG.dtype.element_ty), mask=mask)
+        tl.store(at(DG, row, sDG_row, start, cols), dg.to(DG.dtype.element_ty), mask=mask)
     if NEED_DU:
         du = dy * a.to(stored).to(tl.float32)
-        tl.store(_at(DU, row, sDU_row, start, cols), du.to(DU.dtype.element_ty), mask=mask)
+        tl.store(at(DU, row, sDU_row, start, cols), du.to(DU.dtype.element_ty), mask=mask)
 
 
 # 2 launch
@@ -123,25 +102,6 @@ def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return gate_up[..., :width], gate_up[..., width:]
 
 
-def _matrices(*operands: Tensor) -> list[Tensor]:
-    """Contiguous operands as one row, which needs no row arithmetic at all; else `[R, F]` each, columns adjacent."""
-    if all(x.is_contiguous() for x in operands):
-        return [x.view(1, -1) for x in operands]
-    return [rows(x) for x in operands]
-
-
-def _launch(
-    kernel: Any, operands: list[Tensor], scalars: tuple[float, float], **flags: Any
-) -> None:
-    n_rows, n_cols = operands[-1].shape
-    block = _TILE if n_rows == 1 else min(block_of(n_cols), _TILE)
-    per_program = _TILE // block
-    grid = (cdiv(n_rows, per_program) * cdiv(n_cols, block),)
-    args = [arg for x in operands for arg in (x, x.stride(0))]
-    meta = {"ROWS": per_program, "BLOCK": block, "num_warps": _WARPS}
-    launch(kernel, grid, operands[-1].device, *args, n_rows, n_cols, *scalars, **flags, **meta)
-
-
 def _fake_forward(gate: Tensor, up: Tensor, act: str, scale: float, down: float) -> Tensor:
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
@@ -149,10 +109,10 @@ def _fake_forward(gate: Tensor, up: Tensor, act: str, scale: float, down: float)
 @named("(Tensor gate, Tensor up, str act, float scale, float down) -> Tensor", _fake_forward)
 def gated_forward(gate: Tensor, up: Tensor, act: str, scale: float, down: float) -> Tensor:
     """-> y, contiguous, in the promoted dtype."""
-    g, u = _matrices(gate, up)
+    g, u = matrices(gate, up)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-    _launch(_forward_kernel, [y.view(g.shape), g, u], (scale, down), ACT=act)
+    launch_tiles(_forward_kernel, [y.view(g.shape), g, u], (scale, down), ACT=act)
     return y
 
 
@@ -173,13 +133,13 @@ def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor, act: str, scale: float, down: float, need_dgate: bool, need_dup: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dgate, dup, contiguous; one that is not needed is empty."""
-    d, g, u = _matrices(dy, gate, up)
+    d, g, u = matrices(dy, gate, up)
     dgate = torch.empty(gate.shape if need_dgate else 0, dtype=gate.dtype, device=gate.device)
     dup = torch.empty(up.shape if need_dup else 0, dtype=up.dtype, device=up.device)
     # A gradient that is not needed has no memory: its operand stands in and the flag keeps the kernel from writing it.
     outputs = [dgate.view(g.shape) if need_dgate else g, dup.view(u.shape) if need_dup else u]
     flags = {"ACT": act, "NEED_DG": need_dgate, "NEED_DU": need_dup}
-    _launch(_backward_kernel, [*outputs, d, g, u], (scale, down), **flags)
+    launch_tiles(_backward_kernel, [*outputs, d, g, u], (scale, down), **flags)
     return dgate, dup
 
 
@@ -199,11 +159,11 @@ def gated_packed_backward(
     dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     operands = [*halves(rows(dgate_up)), rows(dy), *halves(rows(gate_up))]
     flags = {"ACT": act, "NEED_DG": True, "NEED_DU": True}
-    _launch(_backward_kernel, operands, (scale, down), **flags)
+    launch_tiles(_backward_kernel, operands, (scale, down), **flags)
     return dgate_up
 
 
-# 3 what both ops say about their arguments
+# 3 what these ops say about their arguments
 
 
 def check_pair(op: str, gate: Tensor, up: Tensor) -> None:

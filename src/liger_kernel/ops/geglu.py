@@ -70,7 +70,16 @@ class _GeGLUPacked(torch.autograd.Function):
         return _gated.gated_packed_backward(dy, gate_up, ctx.act, 1.0, 1.0), None
 
 
-OP = Op("geglu", reference, reference, _GeGLU.apply, _gated.supports, _gated.cost)
+OP = Op(
+    "geglu",
+    reference,
+    reference,
+    _GeGLU.apply,
+    _gated.supports,
+    _gated.cost,
+    rows=2,
+    elementwise=True,
+)
 OP_PACKED = Op(
     "geglu_packed",
     reference_packed,
@@ -78,6 +87,7 @@ OP_PACKED = Op(
     _GeGLUPacked.apply,
     _gated.supports_packed,
     _gated.cost_packed,
+    rows=1,
 )
 
 # 3 public

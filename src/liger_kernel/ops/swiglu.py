@@ -73,7 +73,16 @@ class _SwiGLUPacked(torch.autograd.Function):
         return _gated.gated_packed_backward(dy, gate_up, "silu", scale, down), None, None
 
 
-OP = Op("swiglu", reference, reference, _SwiGLU.apply, _gated.supports, _gated.cost)
+OP = Op(
+    "swiglu",
+    reference,
+    reference,
+    _SwiGLU.apply,
+    _gated.supports,
+    _gated.cost,
+    rows=2,
+    elementwise=True,
+)
 OP_PACKED = Op(
     "swiglu_packed",
     reference_packed,
@@ -81,6 +90,7 @@ OP_PACKED = Op(
     _SwiGLUPacked.apply,
     _gated.supports_packed,
     _gated.cost_packed,
+    rows=1,
 )
 
 # 3 public

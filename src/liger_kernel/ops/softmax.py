@@ -1,0 +1,261 @@
+"""Softmax over the last dimension.   y = exp(x - max x) / sum exp(x - max x)
+
+    x, y: [*, D]
+
+Backward   dx = y * (dy - sum(dy * y))
+
+Casts   fp32 throughout, one rounding at the end. Entries of -inf get 0; a row of nothing else, or one that holds NaN or
+        +inf, is NaN, as in eager PyTorch.
+Memory  forward reads x once and writes y, which is all that is kept; backward reads dy and y once and writes dx. Rows
+        too wide for registers are visited twice: forwards for maximum and sum, which every thread keeps for itself
+        until the row ends, then backwards, so that what was read last is still in L2.
+Paper   Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867
+"""
+# pyright: reportGeneralTypeIssues=false
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel import _env
+from liger_kernel.ops._device import exp, row_base
+from liger_kernel.ops._op import Cost, Op, first_order, named, rows
+from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
+
+_MAX_BLOCK = 32768  # columns a program holds in registers, forward
+_MAX_BYTES = 65536  # the same in backward, bytes of each of its two operands
+# block of columns -> (rows, warps, programs per SM, stages); with one stage, a program for every tile. Narrower rows
+# share the tile of the narrowest. Where only one program fits an SM, it fetches the next row while it works on one.
+_FORWARD = {
+    256: (16, 4, 0, 1), 512: (8, 4, 0, 1), 1024: (4, 4, 0, 1), 2048: (2, 4, 0, 1), 4096: (1, 8, 0, 1),
+    8192: (1, 16, 0, 1), 16384: (1, 32, 0, 1), 32768: (1, 32, 1, 3),
+}  # fmt: skip
+_BACKWARD = {**_FORWARD, 16384: (1, 32, 1, 3), 32768: (1, 32, 1, 2)}
+_LANES, _RUN, _RUNS = 1024, 8, 2  # wider rows: threads, columns side by side of each, times as many
+_WIDE_BLOCK = 8192  # columns visited at a time by backward there
+_WIDE_WARPS = 32
+_RESERVE = 4096  # bytes of shared memory that reductions may take beside the pipeline
+
+# 1 reference
+
+
+def reference(x: Tensor) -> Tensor:
+    """The definition."""
+    return torch.softmax(x, -1)
+
+
+# 2 kernels
+
+
+@triton.jit
+def _forward_kernel(
+    Y, X, sX_row, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    cols = tl.arange(0, BLOCK)
+    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    for start in tl.range(first, n_rows, step, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        m_row = (row < n_rows)[:, None]
+        mask = m_row & (cols < n_cols)[None, :]
+        at_x = X + row_base(row, sX_row)[:, None] + cols[None, :]
+        x = tl.load(at_x, mask=mask, other=float("-inf")).to(tl.float32)
+        x = tl.where(m_row, x, 0.0)  # rows that do not exist: any numbers that make no NaN
+        e = exp(x - tl.max(x, axis=1)[:, None])
+        y = e * (1.0 / tl.sum(e, axis=1))[:, None]
+        at_y = Y + row_base(row, n_cols)[:, None] + cols[None, :]
+        tl.store(at_y, y.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _forward_wide_kernel(
+    Y, X, sX_row, n_rows, n_cols, LANES: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr
+):
+    """Lane l reads RUNS runs of RUN neighbouring columns of each piece, and pays one exponential more for them all."""
+    PIECE: tl.constexpr = RUNS * LANES * RUN
+    run = tl.arange(0, RUNS)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
+    lane = run * RUN + tl.arange(0, RUN)[None, None, :]
+    pieces = tl.cdiv(n_cols, PIECE)
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        x_row, y_row = X + row_base(row, sX_row), Y + row_base(row, n_cols)
+        top = tl.full((LANES,), float("-inf"), tl.float32)
+        total = tl.zeros((LANES,), tl.float32)
+        for piece in range(pieces):
+            cols = piece * PIECE + lane
+            x = tl.load(x_row + cols, mask=cols < n_cols, other=float("-inf")).to(tl.float32)
+            peak = tl.maximum(top, tl.max(tl.max(x, axis=2), axis=0))
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            added = tl.sum(tl.sum(exp(x - base[None, :, None]), axis=2), axis=0)
+            total = total * exp(top - base) + added
+            top = peak
+        peak = tl.max(top, axis=0)
+        scale = 1.0 / tl.sum(total * exp(top - peak), axis=0)
+        for piece in range(pieces):
+            cols = (pieces - 1 - piece) * PIECE + lane
+            x = tl.load(x_row + cols, mask=cols < n_cols, other=float("-inf")).to(tl.float32)
+            y = exp(x - peak) * scale
+            tl.store(y_row + cols, y.to(Y.dtype.element_ty), mask=cols < n_cols)
+
+
+@triton.jit
+def _backward_kernel(
+    DX, DY, sDY_row, Y, sY_row, n_rows, n_cols,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK)
+    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    for start in tl.range(first, n_rows, step, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < n_rows)[:, None] & (cols < n_cols)[None, :]
+        at_dy = DY + row_base(row, sDY_row)[:, None] + cols[None, :]
+        at_y = Y + row_base(row, sY_row)[:, None] + cols[None, :]
+        dy = tl.load(at_dy, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+        dx = y * (dy - tl.sum(dy * y, axis=1)[:, None])
+        at_dx = DX + row_base(row, n_cols)[:, None] + cols[None, :]
+        tl.store(at_dx, dx.to(DX.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_wide_kernel(
+    DX, DY, sDY_row, Y, sY_row, n_rows, n_cols, BLOCK: tl.constexpr
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    pieces = tl.cdiv(n_cols, BLOCK)
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        dx_row, dy_row, y_row = (
+            DX + row_base(row, n_cols), DY + row_base(row, sDY_row), Y + row_base(row, sY_row)
+        )  # fmt: skip
+        dots = tl.zeros((BLOCK,), tl.float32)
+        for piece in range(pieces):
+            cols = piece * BLOCK + lane
+            dy = tl.load(dy_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            dots += dy * tl.load(y_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        dot = tl.sum(dots, axis=0)
+        for piece in range(pieces):
+            cols = (pieces - 1 - piece) * BLOCK + lane
+            dy = tl.load(dy_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            y = tl.load(y_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            dx = y * (dy - dot)
+            tl.store(dx_row + cols, dx.to(DX.dtype.element_ty), mask=cols < n_cols)
+
+
+# 3 launch
+
+
+def _narrow(
+    kernel: Any, schedule: Any, row_bytes: int, device: torch.device, n_rows: int, n_cols: int, *args: Any
+) -> None:  # fmt: skip
+    """row_bytes: a block of all operands; a pipeline has (stages - 1) times as much in shared memory."""
+    info, block = _env.device_info(device), block_of(n_cols)
+    n, warps, per_sm, stages = schedule[max(block, 256)]
+    n *= max(256 // block, 1)
+    stages = min(stages, 1 + (info.shared_memory - _RESERVE) // row_bytes)
+    tiles = cdiv(n_rows, n)
+    programs = min(tiles, per_sm * info.sm_count) if stages > 1 else tiles
+    meta = {"ROWS": n, "BLOCK": block, "STAGES": stages, "num_warps": min(warps, info.max_warps)}
+    launch(kernel, (programs,), device, *args, n_rows, n_cols, **meta)
+
+
+def _wide(
+    kernel: Any, device: torch.device, n_rows: int, n_cols: int, *args: Any, **meta: int
+) -> None:
+    """One program an SM: the rows under way, of 128k columns too, stay in L2 between their two visits."""
+    info = _env.device_info(device)
+    grid, warps = (min(n_rows, info.sm_count),), min(_WIDE_WARPS, info.max_warps)
+    launch(kernel, grid, device, *args, n_rows, n_cols, **meta, num_warps=warps)
+
+
+def _fake_forward(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@named("(Tensor x) -> Tensor", _fake_forward)
+def softmax_forward_kernel(x: Tensor) -> Tensor:
+    """-> y like x, contiguous."""
+    x2 = rows(x)
+    n_rows, n_cols = x2.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    args = (x.device, n_rows, n_cols, y, x2, x2.stride(0))
+    block = block_of(n_cols)
+    if block > _MAX_BLOCK:
+        _wide(_forward_wide_kernel, *args, LANES=_LANES, RUN=_RUN, RUNS=_RUNS)
+    else:
+        _narrow(_forward_kernel, _FORWARD, block * x.element_size(), *args)
+    return y
+
+
+def _fake_backward(dy: Tensor, y: Tensor) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+@named("(Tensor dy, Tensor y) -> Tensor", _fake_backward)
+def softmax_backward_kernel(dy: Tensor, y: Tensor) -> Tensor:
+    """-> dx like y, contiguous."""
+    dy2, y2 = rows(dy), rows(y)
+    n_rows, n_cols = y2.shape
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    args = (y.device, n_rows, n_cols, dx, dy2, dy2.stride(0), y2, y2.stride(0))
+    row_bytes = block_of(n_cols) * y.element_size()
+    if row_bytes > _MAX_BYTES:
+        _wide(_backward_wide_kernel, *args, BLOCK=_WIDE_BLOCK)
+    else:
+        _narrow(_backward_kernel, _BACKWARD, 2 * row_bytes, *args)
+    return dx
+
+
+# 4 op
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = softmax_forward_kernel(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @first_order("softmax")
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return softmax_backward_kernel(dy, y)
+
+
+def supports(x: Tensor) -> str | None:
+    """Every width and layout; an empty row has no maximum."""
+    if not x.is_floating_point():
+        return f"{x.dtype} is not a floating-point dtype"
+    return "rows have no columns" if x.dim() == 0 or x.shape[-1] == 0 else None
+
+
+def cost(x: Tensor) -> Cost:
+    """x in, y out; then dy and y in, dx out."""
+    n = x.numel() * x.element_size()
+    return Cost(forward_bytes=2 * n, backward_bytes=3 * n, saved=0)
+
+
+OP = Op("softmax", reference, reference, _Softmax.apply, supports, cost, rows=1)
+
+# 5 public
+
+
+def softmax(x: Tensor, impl: str | None = None) -> Tensor:
+    """exp(x) / sum exp(x) over the last dimension.
+
+    Args:
+        x: `[*, D]` of any rank, width and strides; fp16, bf16, fp32 (fp64 on the torch path).
+        impl: "triton" or "torch" for this call, None for the default choice.
+    Returns:
+        `[*, D]` in x's dtype, contiguous.
+    Memory:
+        Keeps the result for backward, x not.
+    """
+    return OP(x, impl=impl)
+
+
+class LigerSoftmaxFunction:
+    """`apply(input_)` is `softmax`."""
+
+    @staticmethod
+    def apply(input_: Tensor) -> Tensor:
+        return softmax(input_)
