@@ -6,10 +6,25 @@ import pytest
 import torch
 
 from liger_kernel import _env
+from liger_kernel.ops.llama4_rope import (
+    LigerLlama4RopeFunction,
+    llama4_rope,
+    llama4_rope_forward,
+)
+from liger_kernel.ops.qwen2vl_mrope import (
+    LigerQwen2VLMRopeFunction,
+    qwen2vl_mrope_backward,
+    qwen2vl_mrope_forward,
+)
 from liger_kernel.ops.rope import LigerRopeFunction, reference, rope, rope_backward, rope_forward
 from liger_kernel.testing.properties import Maker
 from liger_kernel.testing.tolerance import assert_close_to_truth
+from liger_kernel.transformers.functional import liger_qwen2vl_mrope
 from liger_kernel.transformers.rope import (
+    apply_liger_llama4_rope_full,
+    liger_llama4_text_rotary_pos_emb,
+    liger_llama4_vision_rotary_pos_emb,
+    liger_multimodal_rotary_pos_emb,
     liger_rotary_pos_emb,
     liger_rotary_pos_emb_gpt_oss,
     liger_rotary_pos_emb_vision,
@@ -117,6 +132,125 @@ def test_stands_in_for_vision_towers(make, path):
     _judge(liger_rotary_pos_emb_vision, qwen.apply_rotary_pos_emb_vision, inputs)
     batched = [make(B, S, 3, D), make(B, S, 3, D), cos.expand(B, -1, -1), sin.expand(B, -1, -1)]
     _judge(liger_rotary_pos_emb_vision, qwen.apply_rotary_pos_emb_vision, batched)
+
+
+def test_stands_in_for_latent_attention(make, path):
+    """DeepSeek-V3: interleaved pairs in, halves out; q a slice of wider heads, one head of k."""
+    deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    q, k = _heads(make, 4, 24)[..., 8:], make(B, 1, S, D)
+    tables = _angles(make, D // 2, "halves")
+
+    def ours(q, k, cos, sin):
+        return rope(q, k, _half(cos), _half(sin), rotary_dim=D, interleaved=True, to_halves=True)
+
+    _judge(ours, deepseek.apply_rotary_pos_emb_interleave, [q, k, *tables])
+
+
+def _complex_angles(make, *shape):
+    cos, sin = _angles(make, D // 2, "pairs")
+    return torch.complex(cos.float(), sin.float())[0].expand(*shape, S, D // 2)
+
+
+def test_stands_in_for_llama4(make, path):
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    freqs = _complex_angles(make, B)
+    inputs = [make(B, S, 4, D), make(B, S, 2, D)]
+    _judge_complex(liger_llama4_text_rotary_pos_emb, llama4.apply_rotary_emb, inputs, freqs)
+    inputs = [make(B, S, 3, D), make(B, S, 3, D)]
+    freqs = _complex_angles(make)[:, None]
+    _judge_complex(
+        liger_llama4_vision_rotary_pos_emb, llama4.vision_apply_rotary_emb, inputs, freqs
+    )
+
+
+def test_stands_in_for_deepseek_v2(make, path):
+    deepseek = pytest.importorskip("transformers.models.deepseek_v2.modeling_deepseek_v2")
+    inputs, freqs = [_heads(make, 4), make(B, 1, S, D)], _complex_angles(make, 1)
+    _judge_complex(
+        lambda q, k, f: llama4_rope(q, k, f, 1), deepseek.apply_rotary_emb, inputs, freqs
+    )
+
+
+def _judge_complex(ours, theirs, inputs, freqs):
+    """`_judge`; their functions compute in fp32 whatever they get, so float64 is that of the definition."""
+
+    def exact(q, k, cos, sin):
+        axis = 1 if q.shape[1] != S else 2
+        return reference(q, k, cos, sin, axis, rotary_dim=D, interleaved=True)
+
+    wide = freqs.reshape(-1, S, D // 2) if freqs.dim() == 3 and freqs.shape[1] == 1 else freqs
+    tables = [wide.real.contiguous(), wide.imag.contiguous()]
+
+    def with_freqs(function):
+        return lambda q, k, *tables: (
+            exact(q, k, *tables) if q.dtype == torch.float64 else function(q, k, freqs)
+        )
+
+    _judge(with_freqs(ours), with_freqs(theirs), [*inputs, *tables])
+
+
+def test_llama4_tables_of_every_shape(make, path):
+    q, k, freqs = make(B, S, 4, D), make(B, S, 1, D), _complex_angles(make)
+    expected = llama4_rope(q, k, freqs)
+    longer = torch.cat((freqs, freqs))
+    for table in (
+        freqs[None],
+        freqs.expand(B, -1, -1),
+        freqs[:, None],
+        freqs[None, :, None],
+        longer,
+    ):
+        found = liger_llama4_vision_rotary_pos_emb(q, k, table)
+        assert all(map(torch.equal, found, expected)), table.shape
+    for found, x in zip(
+        liger_llama4_vision_rotary_pos_emb(q, k, 2 * torch.ones(S, D // 2)), (q, k), strict=True
+    ):
+        assert torch.equal(found, 2 * x)
+    for table in (freqs, freqs[:, None]):
+        assert torch.equal(llama4_rope(q[0], None, table, 1)[0], expected[0][0])
+    each = freqs[:B, None]  # one token: a number for each batch, not for each token
+    found = llama4_rope(q[:, :1], None, each)[0]
+    assert torch.equal(found[1], llama4_rope(q[1:, :1], None, freqs[1:2])[0][0])
+
+
+def test_llama4_contract_names(path, device):
+    make = Maker(torch.float32, device)
+    q, k = make(B, S, 4, D).requires_grad_(), make(B, S, 2, D).requires_grad_()
+    freqs = torch.complex(make(B, S, D // 2), make(B, S, D // 2))
+    found = LigerLlama4RopeFunction.apply(q, k, freqs, 128)
+    assert all(map(torch.equal, found, llama4_rope_forward(q, k, freqs)))
+    upstream = [torch.randn_like(f) for f in found]
+    back = llama4_rope_forward(*upstream, freqs, imag_sign=-1.0)
+    for f, e in zip(back, torch.autograd.grad(found, (q, k), upstream), strict=True):
+        torch.testing.assert_close(f, e)
+    learned = freqs.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(llama4_rope(q, None, learned)[0].sum(), learned)
+    assert grad.abs().sum() > 0
+    module = type("modeling", (), {})
+    apply_liger_llama4_rope_full(module)
+    assert module.apply_rotary_emb is liger_llama4_text_rotary_pos_emb
+    assert module.vision_apply_rotary_emb is liger_llama4_vision_rotary_pos_emb
+
+
+def test_each_section_reads_its_own_table(path, device):
+    """Temporal, height and width positions: with tables of one number each, every pair shows whose it read."""
+    make = Maker(torch.float32, device)
+    cos = torch.tensor([2.0, 3.0, 5.0], device=device).view(3, 1, 1, 1).expand(3, B, S, D)
+    q = torch.ones(B, 1, S, D, device=device)
+    found, _ = liger_multimodal_rotary_pos_emb(q, q, cos, 0 * cos, [3, 4, 1])
+    assert found[0, 0, 0].tolist() == 2 * ([2.0] * 3 + [3.0] * 4 + [5.0])
+    q, k = _heads(make, 4).requires_grad_(), _heads(make, 2).requires_grad_()
+    cos, sin, sections = make(3, B, S, D), make(3, B, S, D), [2, 3, 3]
+    found = LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, sections)
+    for same in (
+        liger_qwen2vl_mrope(q, k, cos, sin, sections),
+        qwen2vl_mrope_forward(q, k, cos, sin, sections),
+    ):
+        assert all(map(torch.equal, found, same))
+    upstream = [torch.randn_like(f) for f in found]
+    back = qwen2vl_mrope_backward(*upstream, cos, sin, sections)
+    for f, e in zip(back, torch.autograd.grad(found, (q, k), upstream), strict=True):
+        torch.testing.assert_close(f, e)
 
 
 def test_every_shape_of_table(make, path):

@@ -43,10 +43,11 @@ def _alone(function):
 def _opchecks(tensors):
     q, k, cos, sin = tensors.values()
     sizes = (1, q.shape[-1])
+    halves, pairs = (False, False, False, []), (True, True, True, [])
     return [
-        (rope.rope_kernel, (q, k, cos, sin, *sizes, False, True, False)),
-        (rope.rope_kernel, (q, k, cos, sin, *sizes, True, False, True)),
-        (rope.rope_kernel, (q, None, cos, sin, *sizes, False, False, True)),
+        (rope.rope_kernel, (q, k, cos, sin, *sizes, *halves, True, False)),
+        (rope.rope_kernel, (q, k, cos, sin, *sizes, *pairs, False, True)),
+        (rope.rope_kernel, (q, None, cos, None, *sizes, *pairs, False, True)),
     ]
 
 
@@ -72,6 +73,7 @@ _BAD = [
     ("rotary_dim must be even", _bad(_Q, _Q, (3, 3), rotary_dim=3), ValueError),
     ("rotary_dim must be even", _bad(_Q, _Q, (3, 5), rotary_dim=10), ValueError),
     ("needs cos and sin of width 2", _bad(_Q, _Q, (3, 8), rotary_dim=4), ValueError),
+    ("say both", _bad(_Q, _Q, (3, 8), to_halves=True), ValueError),
 ]
 
 ROWS = [
@@ -85,7 +87,6 @@ ROWS = [
             (1, 1, 1, 1, 2),
             (2, 2, 2, 0, 4),
             (1, 5, 1, 2, 80),
-            (2, 3, 3, 1, 96),
             (1, 9, 3, 17, 16),
         ],
         options={"interleaved": [False, True]},
@@ -101,6 +102,20 @@ ROWS = [
         options={"rotary_dim": [2, 6, 8], "interleaved": [False, True]},
         grads=("q", "k"),
         label="rope partial",
+    ),
+    Case(
+        rope.OP,
+        rope.rope,
+        _partial,
+        shapes=[(1, 3, 1, 2, 10)],
+        options={
+            "rotary_dim": [8, 4],
+            "interleaved": [True],
+            "to_halves": [True, False],
+            "trailing": [False, True],
+        },
+        grads=("q", "k"),
+        label="rope orders",
     ),
     Case(
         rope.OP,

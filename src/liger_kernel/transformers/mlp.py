@@ -11,6 +11,8 @@ layers are called as modules: adapters, quantised and parallel ones keep working
     LigerBlockSparseTop2MLP   projections named w1, w3, w2                       Mixtral's experts before transformers 5
     LigerGEGLUMLP             down_proj(gelu(gate_proj x) * up_proj x)           Gemma
     LigerGEGLUMLPForGemma4    the same, twice as wide where keys and values are shared
+    LigerMLP, LigerFalconH1MLP           LigerSwiGLUMLP, LigerFalconH1SwiGLUMLP as one function that keeps a third less
+    LigerTiledSwiGLUMLP, LigerTiledGEGLUMLP   the same layers, one part of the sequence at a time
 """
 
 from typing import Any
@@ -18,7 +20,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_kernel.ops.geglu import geglu
+from liger_kernel.ops.mlp import LigerMLPFunction, mlp
 from liger_kernel.ops.swiglu import swiglu, swiglu_packed
+from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
+
+__all__ = [
+    "LigerBlockSparseTop2MLP",
+    "LigerFalconH1MLP",
+    "LigerFalconH1SwiGLUMLP",
+    "LigerGEGLUMLP",
+    "LigerGEGLUMLPForGemma4",
+    "LigerHunyuanV1SwiGLUMLP",
+    "LigerMLP",
+    "LigerMLPFunction",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
+    "LigerSwiGLUMLP",
+    "LigerSwiGLUMLPForMuseGlimmer",
+    "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP",
+]
 
 _SILU = ("silu", "swish")
 # Hugging Face's names for one function each; those that clip or approximate otherwise are not among them.
@@ -206,3 +227,93 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
         shared = layer_idx is not None and layer_idx >= first_shared
         width = config.intermediate_size * (2 if shared and config.use_double_wide_mlp else 1)
         super().__init__(config, width)
+
+
+# One function
+
+
+def _bare(projection: nn.Module) -> bool:
+    """Whether a projection is its weight and nothing else: no adapter, quantisation, bias or hook."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return (
+        type(projection) is nn.Linear
+        and projection.bias is None
+        and "forward" not in vars(projection)
+        and not any(getattr(projection, name) for name in hooks)
+    )
+
+
+class LigerMLP(LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP` as one function of three weights, which keeps gate and up for backward, but not their product.
+
+    Projections that are more than a weight (adapters, quantised, hooks) are called as modules, as in `LigerSwiGLUMLP`.
+
+    Args:
+        config: as for `LigerSwiGLUMLP`, without a true `mlp_bias`.
+    Raises:
+        ValueError: the config wants biases, or an activation other than "silu" or "swish".
+    """
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        _check(self, "mlp_bias", getattr(config, "mlp_bias", False), (False, None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[*, hidden_size]` -> the same."""
+        projections = (self.gate_proj, self.up_proj, self.down_proj)
+        if all(_bare(p) for p in projections):
+            gate, up, down = (p.weight for p in projections)
+            return mlp(x, gate, up, down)
+        return LigerSwiGLUMLP.forward(self, x)
+
+
+class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
+    """`LigerFalconH1SwiGLUMLP` as one function, see `LigerMLP`.
+
+    Raises:
+        ValueError: as `LigerMLP`.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        _check(self, "mlp_bias", getattr(config, "mlp_bias", False), (False, None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[*, hidden_size]` -> the same."""
+        projections = (self.gate_proj, self.up_proj, self.down_proj)
+        if all(_bare(p) for p in projections):
+            gate, up, down = (p.weight for p in projections)
+            return mlp(x, gate, up, down, self.gate_multiplier, self.down_multiplier)
+        return LigerFalconH1SwiGLUMLP.forward(self, x)
+
+
+# One part of the sequence at a time
+
+
+class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP` whose inner tensors exist for one part of the sequence at a time, see `ops.tiled_mlp`.
+
+    Args:
+        config: as for `LigerSwiGLUMLP`.
+        num_shards: number of parts; None: tokens / hidden size, rounded up.
+    """
+
+    def __init__(self, config: Any, num_shards: int | None = None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[*, S, hidden_size]` -> the same."""
+        return apply_tiled_mlp(LigerSwiGLUMLP.forward, self, x, getattr(self, "num_shards", None))
+
+
+class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+    """`LigerGEGLUMLP`, one part of the sequence at a time; arguments as `LigerTiledSwiGLUMLP`."""
+
+    def __init__(self, config: Any, num_shards: int | None = None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[*, S, hidden_size]` -> the same."""
+        return apply_tiled_mlp(LigerGEGLUMLP.forward, self, x, getattr(self, "num_shards", None))
