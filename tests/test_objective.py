@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from liger_kernel import _env
 from liger_kernel.ops import _logp_kernels, _logp_torch
 from liger_kernel.ops import linear_logprob as lp
+from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_kernel.ops.head import objective
 from liger_kernel.ops.head.objective import fused_linear_objective
 from liger_kernel.ops.head.rows import RowMath
@@ -197,3 +198,54 @@ def test_a_slice_of_the_vocabulary(device):
     assert out[2].isnan().all()
     assert (out[3] == 0).all()
     assert out[[0, 1, 4]].isfinite().all()
+
+
+def _peaked(device, dtype):
+    """Hidden states and a head whose logits are as peaked, and as far from zero, as a trained model's."""
+    torch.manual_seed(0)
+    weight = torch.randn(VOCAB, 32, device=device)
+    targets = torch.randint(VOCAB, (24,), device=device)
+    hidden = weight[targets] + 0.5 * torch.randn(24, 32, device=device)
+    targets[5] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("logits_dtype", [torch.float32, "offset"])
+def test_better_kept_logits(logits_dtype, softcap, path, device):
+    """Nearer to float64 than logits rounded to bf16, log-probabilities, cross entropy and gradients."""
+    hidden, weight, targets = _peaked(device, torch.bfloat16)
+    bias = torch.randn(VOCAB, device=device, dtype=torch.bfloat16).requires_grad_()
+    options = {"softcap": softcap, "memory_budget": 12 * VOCAB * 6, "accum_dtype": torch.float32}
+    leaves = (hidden, weight, bias)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    truth = lp.reference(*exact[:2], targets, bias=exact[2], softcap=softcap).logp
+    want = torch.autograd.grad(-truth.sum(), exact)
+
+    def errors(kept):
+        logp = lp.linear_logprob(
+            hidden, weight, targets, bias=bias, logits_dtype=kept, **options
+        ).logp
+        loss = fused_linear_cross_entropy(
+            hidden, weight, targets, bias, reduction="sum", logits_dtype=kept, **options
+        ).loss
+        yield (logp - truth).abs().max()
+        yield (loss + truth.sum()).abs()
+        for scalar in (-logp.sum(), loss):
+            grads = torch.autograd.grad(scalar, leaves, retain_graph=True)
+            yield from (
+                (g.double() - w).norm() / w.norm() for g, w in zip(grads, want, strict=True)
+            )
+
+    rounded, better = (torch.stack(list(errors(kept))) for kept in (None, logits_dtype))
+    if logits_dtype == torch.float32:
+        assert better[0] <= 1e-5
+    assert (better[:2] <= rounded[:2] / 3).all(), (better, rounded)
+    # the logits' gradient and the result are rounded in any case
+    assert (better[2:] <= 2 * 2.0**-8 + rounded[2:] / 3).all(), (better, rounded)
+
+
+def test_unknown_logits_dtype(device):
+    hidden, weight, _, targets = _batch(device)
+    with pytest.raises(ValueError, match="logits_dtype must be None"):
+        lp.linear_logprob(hidden, weight, targets, logits_dtype=torch.float16)

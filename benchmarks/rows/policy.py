@@ -40,7 +40,7 @@ def _pairs(make: Make, *sizes: int) -> Inputs:
 
 def _samples(make: Make, *sizes: int) -> Inputs:
     inputs = _sequences(make, *sizes)
-    old = _logp(**inputs).detach() + 0.1 * make(*sizes[:2]).float()
+    old = _logp(**inputs).detach() + 0.02 * make(*sizes[:2]).float()
     return {**inputs, "advantages": make(sizes[0]).float(), "old": old}
 
 

@@ -1,4 +1,4 @@
-"""Losses on hidden states and a head for preference tuning and reinforcement learning.
+"""Losses on hidden states and a head for preference tuning, reinforcement learning and distillation.
 
 Each is a few lines of arithmetic on log-probabilities; the vocabulary head engine makes those and
 the gradients without ever holding the logits. Every name is loaded when it is first used.
@@ -9,9 +9,11 @@ from typing import Any
 
 # module -> the names it offers here
 _TABLE = {
+    "cosine_similarity_loss": "LigerFusedLinearCosineSimilarityLoss",
     "cpo_loss": "LigerFusedLinearCPOLoss",
     "dpo_loss": "LigerFusedLinearDPOLoss",
     "grpo_loss": "LigerFusedLinearGRPOLoss",
+    "jsd_loss": "LigerFusedLinearJSDLoss",
     "kto_loss": "LigerFusedLinearKTOLoss",
     "orpo_loss": "LigerFusedLinearORPOLoss",
     "simpo_loss": "LigerFusedLinearSimPOLoss",
@@ -19,6 +21,7 @@ _TABLE = {
 _HOME = {name: module for module, name in _TABLE.items()}
 _FILES = [
     "functional",
+    "fused_linear_distillation",
     "fused_linear_ppo",
     "fused_linear_preference",
     "fused_linear_unpaired_preference",

@@ -9,9 +9,13 @@ from typing import Any
 
 # function -> the module and the class whose `apply` it is
 _TABLE = {
+    "liger_fused_linear_cosine": (
+        "cosine_similarity_loss:LigerFusedLinearCosineSimilarityFunction"
+    ),
     "liger_fused_linear_cpo": "cpo_loss:LigerFusedLinearCPOFunction",
     "liger_fused_linear_dpo": "dpo_loss:LigerFusedLinearDPOFunction",
     "liger_fused_linear_grpo": "grpo_loss:LigerFusedLinearGRPOFunction",
+    "liger_fused_linear_jsd": "jsd_loss:LigerFusedLinearJSDFunction",
     "liger_fused_linear_kto": "kto_loss:LigerFusedLinearKTOFunction",
     "liger_fused_linear_orpo": "orpo_loss:LigerFusedLinearORPOFunction",
     "liger_fused_linear_simpo": "simpo_loss:LigerFusedLinearSimPOFunction",

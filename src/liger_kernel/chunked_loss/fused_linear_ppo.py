@@ -69,7 +69,7 @@ class LigerFusedLinearPPOBase:
         use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0,
         vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, num_items_in_batch: Tensor | float | None = None, *,
         softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0,
-        memory_budget: int | float | str | None = None,
+        memory_budget: int | float | str | None = None, logits_dtype: Any = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """The loss over `_input` `[B, T, H]`, token ids and mask `[B, T]`, advantages `[B]`.
 
@@ -79,7 +79,7 @@ class LigerFusedLinearPPOBase:
         check_shapes(_input, selected_token_ids, attention_mask, advantages)
         head = {
             "temperature": temperature, "softcap": softcap, "pre_scale": pre_scale, "post_scale": post_scale,
-            "memory_budget": memory_budget,
+            "memory_budget": memory_budget, "logits_dtype": logits_dtype,
         }  # fmt: skip
         targets = masked_targets(selected_token_ids, attention_mask)
         reference = ref_per_token_logps

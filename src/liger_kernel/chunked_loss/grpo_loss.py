@@ -92,6 +92,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
         num_items_in_batch: Tensor | float | None = None, *, entropy_coef: float = 0.0, softcap: float | None = None,
         pre_scale: float = 1.0, post_scale: float = 1.0, memory_budget: int | float | str | None = None,
+        logits_dtype: Any = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """-> loss, metrics. All arguments as in `LigerFusedLinearGRPOLoss`, in another order."""
         options = GRPOOptions(
@@ -103,7 +104,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         check_shapes(_input, selected_token_ids, attention_mask, advantages)
         head = {
             "temperature": temperature, "softcap": softcap, "pre_scale": pre_scale, "post_scale": post_scale,
-            "memory_budget": memory_budget,
+            "memory_budget": memory_budget, "logits_dtype": logits_dtype,
         }  # fmt: skip
         targets = masked_targets(selected_token_ids, attention_mask)
         reference = None
@@ -191,6 +192,7 @@ _OPTIONS = (
     "max_completion_length", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg",
     "temperature", "delta", "use_bias_correction_kl", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
     "vespo_lambda_neg", "entropy_coef", "softcap", "pre_scale", "post_scale", "memory_budget",
+    "logits_dtype",
 )  # fmt: skip
 
 
@@ -213,7 +215,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         compiled, chunk_size: accepted; the memory plan of the engine decides.
         entropy_coef: subtract this times each token's entropy from its loss.
         softcap, pre_scale, post_scale: transforms between product and logits, the reference's too.
-        memory_budget: as in `fused_linear_cross_entropy`.
+        memory_budget, logits_dtype: as in `fused_linear_cross_entropy`.
     Raises:
         ValueError: an unknown loss_type or level, options the loss would ignore, values out of range.
     """
@@ -226,7 +228,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, *,
         entropy_coef: float = 0.0, softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0,
-        memory_budget: int | float | str | None = None,
+        memory_budget: int | float | str | None = None, logits_dtype: Any = None,
     ):  # fmt: skip
         super().__init__()
         GRPOOptions(
@@ -234,7 +236,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
         ).check()  # fmt: skip
         self.beta, self.use_ref_model, self.temperature = beta, use_ref_model, temperature
-        self.compiled, self.chunk_size, self.memory_budget = compiled, chunk_size, memory_budget
+        self.compiled, self.chunk_size = compiled, chunk_size
+        self.memory_budget, self.logits_dtype = memory_budget, logits_dtype
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
         self.loss_type, self.importance_sampling_level = loss_type, importance_sampling_level
         self.max_completion_length = max_completion_length

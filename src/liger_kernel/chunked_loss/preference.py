@@ -43,6 +43,7 @@ class HeadOptions:
     ref_head: those of the reference's, a dict of the same three names; None for the policy's own.
     memory_budget: bytes a chunk of logits may take, as in `fused_linear_cross_entropy`.
     accum_dtype: where the head's gradient is summed over chunks; None for the head's dtype.
+    logits_dtype: how 16-bit chunks of logits are kept, as in `fused_linear_cross_entropy`.
     impl: "auto", "triton" or "torch".
     """
 
@@ -52,6 +53,7 @@ class HeadOptions:
     ref_head: Mapping[str, Any] | None = None
     memory_budget: int | float | str | None = None
     accum_dtype: torch.dtype | None = None
+    logits_dtype: Any = None
     impl: str | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +137,7 @@ class Batch:
             found = linear_logprob(
                 reference.hidden, reference.weight, self.target, bias=reference.bias,
                 ignore_index=self.ignore_index, memory_budget=self.options.memory_budget,
-                impl=self.options.impl, **self.options.reference(),
+                logits_dtype=self.options.logits_dtype, impl=self.options.impl, **self.options.reference(),
             )  # fmt: skip
             return found.logp.to(self.dtype).sum(-1) / self.lengths
 
@@ -146,7 +148,7 @@ class Batch:
             self.hidden, self.weight, self.target, objective, bias=self.bias, n_groups=n,
             group=group[:, None].expand_as(self.target), ignore_index=self.ignore_index,
             accum_dtype=options.accum_dtype, memory_budget=options.memory_budget,
-            impl=options.impl, **options.policy(),
+            logits_dtype=options.logits_dtype, impl=options.impl, **options.policy(),
         )  # fmt: skip
         return loss, [_merged(values) for values in zip(*parts, strict=True)]
 
@@ -260,7 +262,8 @@ def _nll(batch: Batch, n: int, nll_target: Tensor) -> Tensor:
     options = batch.options
     return fused_linear_cross_entropy(
         batch.hidden[:n], batch.weight, nll_target[:n], batch.bias, ignore_index=batch.ignore_index,
-        accum_dtype=options.accum_dtype, memory_budget=options.memory_budget, impl=options.impl, **options.policy(),
+        accum_dtype=options.accum_dtype, memory_budget=options.memory_budget, logits_dtype=options.logits_dtype,
+        impl=options.impl, **options.policy(),
     ).loss  # fmt: skip
 
 

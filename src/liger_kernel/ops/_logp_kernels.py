@@ -48,26 +48,27 @@ class LogpStats(NamedTuple):
 
 
 @triton.jit
-def _piece(Z, cols, mask, inner, outer, FORM: tl.constexpr):
-    z = tl.load(Z + cols, mask=mask, other=0.0).to(tl.float32)
+def _piece(Z, cols, mask, shift, inner, outer, FORM: tl.constexpr):
+    z = tl.load(Z + cols, mask=mask, other=0.0).to(tl.float32) + shift
     x, slope = transform(z, inner, outer, FORM)
     return tl.where(mask, x, float("-inf")), slope
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def _stats_kernel(
-    LOGP, TOP, TOTAL, ENTROPY, ARGMAX, GAPS, Z, sZ, T, n_rows, n_cols, ignore_index, inner, outer,
+    LOGP, TOP, TOTAL, ENTROPY, ARGMAX, GAPS, Z, sZ, T, SHIFT, n_rows, n_cols, ignore_index, inner, outer,
     FORM: tl.constexpr, WANT_H: tl.constexpr, WANT_ARGMAX: tl.constexpr, WANT_GAPS: tl.constexpr,
-    SHARDED: tl.constexpr, BLOCK: tl.constexpr,
+    SHARDED: tl.constexpr, HAS_SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     Z += row_base(row, sZ)
+    shift = tl.load(SHIFT + row) if HAS_SHIFT else 0.0
     y = tl.load(T + row).to(tl.int64)
     top, total, spread, gaps, best = float("-inf"), 0.0, 0.0, 0.0, 0
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
-        x, _ = _piece(Z, cols, mask, inner, outer, FORM)
+        x, _ = _piece(Z, cols, mask, shift, inner, outer, FORM)
         peak = tl.max(x, axis=0)
         if WANT_ARGMAX:
             first = tl.min(tl.where(x == peak, cols, _NOWHERE), axis=0)
@@ -88,7 +89,13 @@ def _stats_kernel(
     log_total = tl.log2(total) * LN2
     known = (y >= 0) & (y < n_cols) & (y != ignore_index)
     x_y, _ = _piece(
-        Z, tl.where(known, y, 0) + tl.arange(0, 1), tl.full((1,), True, tl.int1), inner, outer, FORM
+        Z,
+        tl.where(known, y, 0) + tl.arange(0, 1),
+        tl.full((1,), True, tl.int1),
+        shift,
+        inner,
+        outer,
+        FORM,
     )
     logp = tl.sum(x_y - base, axis=0) - log_total
     absent = tl.where(y == ignore_index, 0.0, float("nan"))
@@ -109,8 +116,9 @@ def _stats_kernel(
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _gradient_kernel(
-    OUT, sOUT, Z, sZ, T, TOP, TOTAL, ENTROPY, A, C, B, D, n_cols, ignore_index, inner, outer, slope,
-    FORM: tl.constexpr, HAS_B: tl.constexpr, HAS_D: tl.constexpr, SHARDED: tl.constexpr, BLOCK: tl.constexpr,
+    OUT, sOUT, Z, sZ, T, SHIFT, TOP, TOTAL, ENTROPY, A, C, B, D, n_cols, ignore_index, inner, outer, slope,
+    FORM: tl.constexpr, HAS_B: tl.constexpr, HAS_D: tl.constexpr, SHARDED: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -121,7 +129,8 @@ def _gradient_kernel(
     if y == ignore_index:
         tl.store(OUT + cols, tl.zeros((BLOCK,), OUT.dtype.element_ty), mask=mask)
     else:
-        x, varying = _piece(Z, cols, mask, inner, outer, FORM)
+        shift = tl.load(SHIFT + row) if HAS_SHIFT else 0.0
+        x, varying = _piece(Z, cols, mask, shift, inner, outer, FORM)
         a = tl.load(A + row).to(tl.float32)
         a = tl.where((y >= 0) & (y < n_cols + SHARDED), a, float("nan"))
         c = tl.load(C + row).to(tl.float32)
@@ -151,11 +160,12 @@ def _form(
 def logp_rows(
     logits: Tensor, target: Tensor, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
     softcap: float | None = None, post_scale: float = 1.0, want_entropy: bool = False, want_argmax: bool = False,
-    want_gaps: bool = False, sharded: bool = False,
+    want_gaps: bool = False, sharded: bool = False, shift: Tensor | None = None,
 ) -> LogpStats:  # fmt: skip
     """Statistics of every row (formulas: top of this file).
 
-    logits `[C, >= V]`: the first V columns count; adjacent columns, any row stride. target `[C]` int64 or int32.
+    logits `[C, >= V]`: the first V columns count; adjacent columns, any row stride. target `[C]` int64 or int32. shift
+    `[C]` fp32 is added to each row's logits first.
     """
     n, new = logits.shape[0], logits.new_empty
     logp, top, log_total = new(3, n, dtype=torch.float32).unbind(0)
@@ -166,8 +176,9 @@ def logp_rows(
     block = min(block_of(V), _MAX_BLOCK)
     launch(
         _stats_kernel, (n,), logits.device, logp, top, log_total, entropy, argmax, gaps, logits, logits.stride(0),
-        dense(target), n, V, ignore_index, inner, outer, FORM=form, WANT_H=want_entropy, WANT_ARGMAX=want_argmax,
-        WANT_GAPS=want_gaps, SHARDED=sharded, BLOCK=block, num_warps=8 if block > 2048 else 4,
+        dense(target), logp if shift is None else shift, n, V, ignore_index, inner, outer, FORM=form,
+        WANT_H=want_entropy, WANT_ARGMAX=want_argmax, WANT_GAPS=want_gaps, SHARDED=sharded, HAS_SHIFT=shift is not None,
+        BLOCK=block, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
     return LogpStats(logp, top, log_total, entropy, argmax, gaps)
 
@@ -175,15 +186,15 @@ def logp_rows(
 def logp_gradient(
     out: Tensor, logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor, b: Tensor | None = None,
     d: Tensor | None = None, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
-    softcap: float | None = None, post_scale: float = 1.0, sharded: bool = False,
+    softcap: float | None = None, post_scale: float = 1.0, sharded: bool = False, shift: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient to `out` `[C, >= V]`, which may be `logits`; a, c, b, d `[C]`, see the top of this file."""
     form, inner, outer, slope = _form(pre_scale, softcap, post_scale)
     block = min(block_of(V), 4096)
     launch(
         _gradient_kernel, (logits.shape[0], cdiv(V, block)), logits.device, out, out.stride(0), logits,
-        logits.stride(0), dense(target), stats.top, stats.log_total, stats.entropy, dense(a), dense(c),
-        a if b is None else dense(b), a if d is None else dense(d), V, ignore_index, inner, outer, slope,
-        FORM=form, HAS_B=b is not None, HAS_D=d is not None, SHARDED=sharded, BLOCK=block,
-        num_warps=8 if block > 2048 else 4,
+        logits.stride(0), dense(target), stats.top if shift is None else shift, stats.top, stats.log_total,
+        stats.entropy, dense(a), dense(c), a if b is None else dense(b), a if d is None else dense(d), V, ignore_index,
+        inner, outer, slope, FORM=form, HAS_B=b is not None, HAS_D=d is not None, SHARDED=sharded,
+        HAS_SHIFT=shift is not None, BLOCK=block, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip

@@ -8,9 +8,15 @@ from liger_kernel.ops._op import compute_dtype
 
 
 def wide(
-    z: Tensor, pre_scale: float, softcap: float | None, post_scale: float
+    z: Tensor,
+    pre_scale: float,
+    softcap: float | None,
+    post_scale: float,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | float]:
-    x = z.to(compute_dtype(z)) * pre_scale
+    """Transformed logits and their slope; shift `[C]` is added to the rows first."""
+    z = z.to(compute_dtype(z))
+    x = (z if shift is None else z + shift[:, None]) * pre_scale
     if softcap is None:
         return x * post_scale, pre_scale * post_scale
     t = torch.tanh(x / softcap)
@@ -20,10 +26,10 @@ def wide(
 def logp_rows_torch(
     logits: Tensor, target: Tensor, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
     softcap: float | None = None, post_scale: float = 1.0, want_entropy: bool = False, want_argmax: bool = False,
-    want_gaps: bool = False, sharded: bool = False,
+    want_gaps: bool = False, sharded: bool = False, shift: Tensor | None = None,
 ) -> LogpStats:  # fmt: skip
     """`logp_rows` in plain PyTorch; fp64 stays fp64."""
-    x, _ = wide(logits[:, :V], pre_scale, softcap, post_scale)
+    x, _ = wide(logits[:, :V], pre_scale, softcap, post_scale, shift)
     y, known, absent = _labels(target, V, ignore_index, x.dtype)
     top = x.amax(-1)
     top = torch.where(top == float("-inf"), 0.0, top)
@@ -48,10 +54,10 @@ def logp_rows_torch(
 def logp_gradient_torch(
     out: Tensor, logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor, b: Tensor | None = None,
     d: Tensor | None = None, *, V: int, ignore_index: int = -100, pre_scale: float = 1.0,
-    softcap: float | None = None, post_scale: float = 1.0, sharded: bool = False,
+    softcap: float | None = None, post_scale: float = 1.0, sharded: bool = False, shift: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`logp_gradient` in plain PyTorch."""
-    x, slope = wide(logits[:, :V], pre_scale, softcap, post_scale)
+    x, slope = wide(logits[:, :V], pre_scale, softcap, post_scale, shift)
     y, known, absent = _labels(target, V, ignore_index, x.dtype)
     log_p = x - stats.top[:, None] - stats.log_total[:, None]
     p = log_p.exp()

@@ -25,10 +25,10 @@ from liger_kernel.ops._ce_torch import ce_rows_torch
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, is_dtensor, named, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
+from liger_kernel.ops.head.cross_entropy import objective_cross_entropy
 from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
-from liger_kernel.ops.head.vocab_parallel import sharded_cross_entropy
 
 # 1 reference
 
@@ -264,7 +264,7 @@ def fused_linear_cross_entropy(
     return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     memory_budget: int | float | str | None = None, num_valid: int | None = None, group: Any = None,
-    impl: str | None = None,
+    logits_dtype: Any = None, impl: str | None = None,
 ) -> CrossEntropyOutput:  # fmt: skip
     """Cross entropy of a linear head's logits, which never exist as a whole.
 
@@ -283,6 +283,8 @@ def fused_linear_cross_entropy(
         memory_budget: bytes for the chunk of logits, "256M", or a share of device memory in (0, 1).
         num_valid: exact number of targets that are not ignored, if known: saves the one synchronisation.
         group: the torch.distributed group over which the vocabulary is split.
+        logits_dtype: how 16-bit chunks of logits are kept: None, torch.float32 or "offset", see `ops.head.logits`;
+            without class weights.
         impl: "triton" or "torch" for this call, None for the default choice.
     Returns:
         CrossEntropyOutput: loss fp32 (scalar, or `[*]` for "none"), and where asked z_loss, token_accuracy (fp32) and
@@ -302,12 +304,14 @@ def fused_linear_cross_entropy(
         "use_token_scaling": use_token_scaling, "return_z_loss": return_z_loss,
         "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
     }  # fmt: skip
-    if group is not None or is_dtensor(weight):
-        require(ce_weight is None, f"{name}: a sharded head takes no class weights.")
+    if group is not None or logits_dtype is not None or is_dtensor(weight):
+        require(
+            ce_weight is None, f"{name}: a sharded head and logits_dtype take no class weights."
+        )
         ce.check_options(name, weight.shape[0], None, label_smoothing, reduction, softcap)
-        return sharded_cross_entropy(
+        return objective_cross_entropy(
             input, weight, target, bias, group, post_scale=post_scale, temperature=temperature,
-            memory_budget=memory_budget, impl=impl, **options,
+            memory_budget=memory_budget, logits_dtype=logits_dtype, impl=impl, **options,
         )  # fmt: skip
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
     input = check_head(name, input, target, head, ignore_index)

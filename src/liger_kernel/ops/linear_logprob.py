@@ -22,6 +22,7 @@ from torch import Tensor
 from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
 from liger_kernel.ops.head.engine import Gradients, Wanted, run, valid_tokens
+from liger_kernel.ops.head.logits import form_of
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.head.rows import RowMath
@@ -80,35 +81,43 @@ def _pass(
     math = RowMath.of(head, ignore_index, kernels)
 
     def per_row(
-        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
-    ) -> Any:
+        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None, shift: Tensor | None = None
+    ) -> Any:  # fmt: skip
         def part(of: Tensor) -> Tensor:
             return of[start:stop] if index is None else of.index_select(0, index)
 
         y = part(labels)
         entropy = want_entropy if upstream is None else upstream[1] is not None
-        stats = math.stats(logits, y, entropy=entropy, argmax=want_argmax)
-        columns = None if ids is None else math.columns(logits, ids)
+        stats = math.stats(logits, y, shift, entropy=entropy, argmax=want_argmax)
+        columns = None if ids is None else math.columns(logits, ids, shift)
         if upstream is None:
             return stats, None if columns is None else columns[0] - stats.lse[:, None]
+        assert out is not None
         a, b, s = (None if g is None else part(g) for g in upstream)
         a = stats.logp.new_zeros(y.shape) if a is None else a
         if ids is None or columns is None or s is None:
-            math.gradient(logits, logits, y, stats, a, a, b)
+            math.gradient(out, logits, y, stats, a, a, b, None, shift)
             return None
         s = torch.where((y == ignore_index)[:, None], 0.0, s.to(a.dtype))
-        math.gradient(logits, logits, y, stats, a, a + s.sum(-1), b)
-        math.add_columns(logits, ids, s * columns[1])
+        math.gradient(out, logits, y, stats, a, a + s.sum(-1), b, None, shift)
+        math.add_columns(out, ids, s * columns[1])
         return None
 
     found, grads = run(
-        hidden, head, per_row, wanted, keep=keep, budget=budget, accum_dtype=accum_dtype
+        hidden,
+        head,
+        per_row,
+        wanted,
+        keep=keep,
+        budget=budget,
+        accum_dtype=accum_dtype,
+        targets=labels,
     )
     return found, grads, keep
 
 
 def _fake_forward(hidden, weight, target, bias, ids, *rest):
-    shape, (want_entropy, want_argmax) = target.shape, rest[7:9]
+    shape, (want_entropy, want_argmax) = target.shape, rest[8:10]
     many = (*shape, 0 if ids is None else ids.shape[0])
     return (
         hidden.new_empty(shape, dtype=torch.float32),
@@ -120,18 +129,18 @@ def _fake_forward(hidden, weight, target, bias, ids, *rest):
 
 @named(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ids, int ignore_index, float pre_scale,"
-    " float? softcap, float post_scale, str? group, int start, int total, bool want_entropy, bool want_argmax,"
-    " int budget, int? num_valid, bool kernels) -> (Tensor, Tensor, Tensor, Tensor)",
+    " float? softcap, float post_scale, str? group, int start, int total, str logits, bool want_entropy,"
+    " bool want_argmax, int budget, int? num_valid, bool kernels) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_forward,
 )
 def linear_logprob_forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, ignore_index: int,
     pre_scale: float, softcap: float | None, post_scale: float, group: str | None, start: int, total: int,
-    want_entropy: bool, want_argmax: bool, budget: int, num_valid: int | None, kernels: bool,
+    logits: str, want_entropy: bool, want_argmax: bool, budget: int, num_valid: int | None, kernels: bool,
 ) -> Any:  # fmt: skip
     """-> logp, entropy, argmax, selected (empty where not asked for)."""
     shard = None if group is None else VocabShard(group, start, total)
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, shard=shard)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, shard=shard, logits=logits)
     labels = target.reshape(-1)
     found, _, keep = _pass(
         hidden, head, labels, ids, None, ignore_index, want_entropy, want_argmax, None, budget, num_valid, kernels,
@@ -181,19 +190,19 @@ def _fake_backward(hidden, weight, target, bias, *rest):
 @named(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ids, Tensor? dlogp, Tensor? dentropy,"
     " Tensor? dselected, int ignore_index, float pre_scale, float? softcap, float post_scale, str? group, int start,"
-    " int total, ScalarType? accum_dtype, int budget, int? num_valid, bool kernels, bool need_dh, bool need_dw,"
-    " bool need_db) -> (Tensor, Tensor, Tensor)",
+    " int total, str logits, ScalarType? accum_dtype, int budget, int? num_valid, bool kernels, bool need_dh,"
+    " bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def linear_logprob_backward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, dlogp: Tensor | None,
     dentropy: Tensor | None, dselected: Tensor | None, ignore_index: int, pre_scale: float, softcap: float | None,
-    post_scale: float, group: str | None, start: int, total: int, accum_dtype: torch.dtype | None, budget: int,
-    num_valid: int | None, kernels: bool, need_dh: bool, need_dw: bool, need_db: bool,
+    post_scale: float, group: str | None, start: int, total: int, logits: str, accum_dtype: torch.dtype | None,
+    budget: int, num_valid: int | None, kernels: bool, need_dh: bool, need_dw: bool, need_db: bool,
 ) -> Any:  # fmt: skip
     """-> dh, dw, db (empty where not needed)."""
     shard = None if group is None else VocabShard(group, start, total)
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, shard=shard)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, shard=shard, logits=logits)
     flat = [
         None if g is None else g.reshape(target.numel(), *g.shape[target.dim() :])
         for g in (dlogp, dentropy, dselected)
@@ -296,7 +305,7 @@ def linear_logprob(
     softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, ignore_index: int = -100,
     return_entropy: bool = False, return_argmax: bool = False, selected_token_ids: Tensor | None = None,
     accum_dtype: torch.dtype | None = None, memory_budget: int | float | str | None = None,
-    num_valid: int | None = None, group: Any = None, impl: str | None = None,
+    num_valid: int | None = None, group: Any = None, logits_dtype: Any = None, impl: str | None = None,
 ) -> LogprobOutput:  # fmt: skip
     """Per-token log-probabilities of `targets` under a linear head, differentiable, without the logits.
 
@@ -313,6 +322,7 @@ def linear_logprob(
         selected_token_ids: `[K]` int64; also the log-probabilities of these ids, `[*, K]`, order and duplicates kept.
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
         group: the torch.distributed group over which the vocabulary is split, see `ops.head.shard.local_head`.
+        logits_dtype: how 16-bit chunks of logits are kept: None, torch.float32 or "offset", see `ops.head.logits`.
     Returns:
         LogprobOutput: logp `[*]` fp32; entropy fp32, argmax int64, selected fp32 where asked.
     Memory:
@@ -332,7 +342,12 @@ def linear_logprob(
             f"{selected_token_ids.dtype}.",
         )
     where = (None, 0, 0) if shard is None else (shard.group, shard.start, shard.total)
-    transform = (ignore_index, pre_scale, softcap, post_scale / temperature, *where)
+    form = form_of(name, logits_dtype, hidden.dtype)
+    require(
+        form != "offset" or shard is None,
+        f'{name}: logits_dtype="offset" does not exist for a sharded head; use torch.float32.',
+    )
+    transform = (ignore_index, pre_scale, softcap, post_scale / temperature, *where, form)
     place = (resolve_budget(memory_budget, hidden.device), num_valid)
     options = (transform, accum_dtype, (return_entropy, return_argmax), place)
     logp, entropy, argmax, selected = OP(

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from liger_kernel import _env
 from liger_kernel.ops._op import compute_dtype, rows
+from liger_kernel.ops.head.logits import Logits
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
 
 _WORTH_DROPPING = 0.98  # gather only when fewer than this share of the tokens is valid
-RowKernel = Callable[[Tensor, int, int, Tensor | None, Tensor | None], Any]
+RowKernel = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,21 @@ def plan_for(hidden: Tensor, head: HeadParams, tokens: int, budget: int, dropped
     align = 1 if hidden.device.type == "cpu" else 64
     own, width = head.weight.shape
     vocab = own if head.shard is None else head.shard.most  # the same chunks on every rank
-    return plan(tokens, vocab, width, hidden.element_size(), budget, gather=dropped, align=align)
+    itemsize = hidden.element_size() + 4 * (head.logits == "float32")
+    return plan(tokens, vocab, width, itemsize, budget, gather=dropped, align=align)
 
 
 def run(
     hidden: Tensor, head: HeadParams, per_row: RowKernel, wanted: Wanted, *,
     keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None, cuts: list[tuple[int, int]] | None = None,
+    targets: Tensor | None = None,
 ) -> tuple[list[Any], Gradients]:  # fmt: skip
     """Send every (kept) token of hidden `[*, H]` through the head.
 
     per_row(logits, start, stop, index, out) gets a chunk of logits `[C, V]`, its place among the kept tokens and, if
     tokens were dropped, their positions in the batch; out is None, or where to leave the gradient of the logits.
-    cuts are the chunks' starts and stops where the caller must choose them, else the plan's.
+    cuts are the chunks' starts and stops where the caller must choose them, else the plan's. With offset logits, which
+    need the `targets` `[N]`, per_row also gets what is to be added to each row.
     Returns what per_row returned for every chunk, and the gradients.
     """
     h = rows(hidden)
@@ -90,27 +94,26 @@ def run(
         weight=head.weight.to(h.dtype),
         bias=None if head.bias is None else head.bias.to(h.dtype),
     )
-    vocab = cast.weight.shape[0]
     n = h.shape[0] if keep is None else keep.numel()
     todo = plan_for(h, head, n, budget, dropped=keep is not None)
     if cuts is not None:
         longest = max((stop - start for start, stop in cuts), default=0)
         todo = replace(todo, chunks=len(cuts), rows=longest)
     sums = _Sums(h, cast, head, wanted, todo, accum_dtype, hidden.shape, keep is not None)
-    buffer = torch.empty((todo.rows, todo.row_stride), dtype=h.dtype, device=h.device)
+    logits_of = Logits(cast.weight, cast.bias, head.logits, todo.rows, todo.row_stride, wanted.any)
     found: list[Any] = []
     with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
         for start, stop in todo.slices() if cuts is None else cuts:
             index = None if keep is None else keep[start:stop]
             x = h[start:stop] if index is None else h.index_select(0, index)
-            logits = buffer[: stop - start, :vocab]
-            if cast.bias is None:
-                torch.mm(x, cast.weight.t(), out=logits)
-            else:
-                torch.addmm(cast.bias, x, cast.weight.t(), out=logits)
-            found.append(per_row(logits, start, stop, index, logits if wanted.any else None))
+            y = targets
+            if y is not None:
+                y = y[start:stop] if index is None else y.index_select(0, index)
+            logits, dz, shift = logits_of(x, y)
+            more = () if shift is None else (shift,)
+            found.append(per_row(logits, start, stop, index, dz if wanted.any else None, *more))
             if wanted.any:
-                sums.add(logits, x, start, stop, index)
+                sums.add(dz, x, start, stop, index)
         return found, sums.finish()
 
 

@@ -16,7 +16,7 @@ Memory  As `fused_linear_cross_entropy`: dh, dW and db from forward to backward,
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import compute_dtype, first_order, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Gradients, Wanted, plan_for, run
+from liger_kernel.ops.head.logits import DTYPES, form_of
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.head.rows import RowMath
@@ -118,14 +119,15 @@ def _one_pass(
     groups = dict(zip(order.cuts, order.groups, strict=True))
 
     def per_row(
-        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
-    ) -> Any:
+        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None, shift: Tensor | None = None
+    ) -> Any:  # fmt: skip
         assert index is not None
         y = labels.index_select(0, index)
         asked, train = call.asked, out is not None
         stats = math.stats(
             logits,
             y,
+            shift,
             entropy="entropy" in asked,
             argmax="argmax" in asked,
             gaps="mean_logp" in asked,
@@ -140,13 +142,15 @@ def _one_pass(
                 leaves.get("mean_logp"), argmax,
             )  # fmt: skip
             loss, extras = call.objective(tokens)
-            if train:
-                math.gradient(logits, logits, y, stats, *_coefficients(loss, leaves, head.vocab))
+            if out is not None:
+                math.gradient(
+                    out, logits, y, stats, *_coefficients(loss, leaves, head.vocab), shift
+                )
         return loss.detach(), extras
 
     found, grads = run(
         hidden, head, per_row, wanted, keep=order.keep, budget=call.budget, accum_dtype=call.accum_dtype,
-        cuts=order.cuts,
+        cuts=order.cuts, targets=labels,
     )  # fmt: skip
     total = torch.stack([loss for loss, _ in found]).sum() if found else _nothing(hidden, call)
     return total, [extras for _, extras in found], grads
@@ -227,7 +231,8 @@ def fused_linear_objective(
     group: Tensor | None = None, n_groups: int = 0, entropy: bool = False, lse: bool = False, mean_logp: bool = False,
     argmax: bool = False, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
     pre_scale: float = 1.0, post_scale: float = 1.0, accum_dtype: torch.dtype | None = None,
-    memory_budget: int | float | str | None = None, process_group: Any = None, impl: str | None = None,
+    memory_budget: int | float | str | None = None, process_group: Any = None, logits_dtype: Any = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, list[Any]]:  # fmt: skip
     """A loss of your own on the log-probabilities of a linear head, without the logits.
 
@@ -242,7 +247,7 @@ def fused_linear_objective(
             mean_logp exist in one pass only: not for fp16, not under torch.compile, no group larger than a chunk.
         temperature, softcap, pre_scale, post_scale: as in `linear_logprob`.
         accum_dtype, memory_budget, impl: as in `fused_linear_cross_entropy`.
-        process_group: as `linear_logprob`'s group.
+        process_group, logits_dtype: as `linear_logprob`'s group and logits_dtype.
     Returns:
         The loss, fp32, differentiable in hidden, weight and bias; and what the objective returned beside it, a list in
         the order of the groups.
@@ -255,6 +260,7 @@ def fused_linear_objective(
     weight, bias, shard = local_head(name, weight, bias, process_group)
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature, shard)
     hidden = check_head(name, hidden, targets, head, ignore_index)
+    head = replace(head, logits=form_of(name, logits_dtype, hidden.dtype))
     require(
         group is None or (group.shape == targets.shape and (n_groups > 0 or not targets.numel())),
         f"{name}: group must have the shape of targets {list(targets.shape)} and n_groups must be positive; got "
@@ -297,7 +303,8 @@ def _two_passes(
         hidden, head.weight, targets, bias=head.bias, temperature=head.temperature, softcap=head.softcap,
         pre_scale=head.pre_scale, post_scale=head.post_scale, ignore_index=call.ignore_index,
         return_entropy="entropy" in asked, return_argmax="argmax" in asked, accum_dtype=call.accum_dtype,
-        memory_budget=call.budget, group=shard, impl=impl,
+        memory_budget=call.budget, group=shard,
+        logits_dtype=DTYPES[head.logits], impl=impl,
     )  # fmt: skip
     index = (targets.reshape(-1) != call.ignore_index).nonzero().view(-1)
     entropy, argmax = (

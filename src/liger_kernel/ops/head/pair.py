@@ -29,23 +29,15 @@ from liger_kernel.ops.head.params import HeadParams
 
 @dataclass(frozen=True)
 class PairOptions:
-    """Everything of a call that is no tensor. See `PairLoss` for the loss itself.
+    """Everything of a call that is no tensor.
 
-    want_hard   compute the hard loss even with weight 0
+    loss        what is computed
     width       what the losses are divided by, times the number of tokens that count; 0: not divided
-    budget      bytes of the chunks of logits; num_valid: the tokens that count, if known
+    budget      bytes of the chunks of logits
+    num_valid   the tokens that count, if known
     """
 
-    form: str
-    teacher: str
-    parameter: float
-    temperature: float
-    soft: float
-    hard: float
-    want_hard: bool
-    ignore_index: int
-    student_transform: Transform
-    teacher_transform: Transform
+    loss: PairLoss
     width: int
     accum_dtype: torch.dtype | None
     budget: int
@@ -95,7 +87,6 @@ def head_pair(
         weight.shape[0],
         compute_dtype(hidden),
     )
-    want_hard = want_hard or hard != 0.0
     loss = PairLoss(
         form, teacher, parameter, temperature, soft, hard, want_hard, ignore_index, _transform(student),
         _transform(t_transform),
@@ -178,7 +169,7 @@ class _Source:
             return function(
                 loss,
                 logits,
-                self._product(logits, start, stop, index),
+                self._product(start, stop, index),
                 None,
                 target,
                 scale,
@@ -193,12 +184,12 @@ class _Source:
         function = top_k_rows if self.kernels else top_k_rows_torch
         return function(loss, logits, ids, given, index, target, scale, out, V=V)
 
-    def _product(self, logits: Tensor, start: int, stop: int, index: Tensor | None) -> Tensor:
+    def _product(self, start: int, stop: int, index: Tensor | None) -> Tensor:
         """The teacher's logits of a chunk, in a buffer padded like the student's."""
         h = self.hidden[start:stop] if index is None else self.hidden.index_select(0, index)
         width = self.weight.shape[0]
         if self.buffer is None:  # the first chunk is the longest
-            unit = 1 if logits.stride(0) == logits.shape[1] else 64
+            unit = 1 if h.device.type == "cpu" else 64  # as the engine's
             self.buffer = h.new_empty(stop - start, -(-width // unit) * unit)
         out = self.buffer[: stop - start, :width]
         if self.bias is None:
@@ -241,14 +232,15 @@ class _Pair(torch.autograd.Function):
 def _pass(*args: Any) -> Any:
     *tensors, options, kernels, needed = args
     o: PairOptions = options
+    loss = o.loss
 
     def flat(of: Transform) -> list[float]:
         return [of[0], of[1] or 0.0, of[2]]
 
     return head_pair(
-        *tensors, o.form, o.teacher, o.parameter, o.temperature, o.soft, o.hard, o.want_hard, o.ignore_index,
-        flat(o.student_transform), flat(o.teacher_transform), o.width, o.accum_dtype, o.budget, o.num_valid, kernels,
-        *needed,
+        *tensors, loss.form, loss.teacher, loss.parameter, loss.temperature, loss.soft, loss.hard, loss.want_hard,
+        loss.ignore_index, flat(loss.student_transform), flat(loss.teacher_transform), o.width, o.accum_dtype,
+        o.budget, o.num_valid, kernels, *needed,
     )  # fmt: skip
 
 

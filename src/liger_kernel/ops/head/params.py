@@ -19,6 +19,7 @@ class HeadParams:
     tanh(u / cap)
 
     weight: `[V, H]`   bias: `[V]` or None   shard: where these rows belong if other processes have more of them
+    logits: how chunks of them are kept, see `ops.head.logits`
 
     Scales on both sides of the cap exist in the wild
     (Cohere, Granite, Falcon-H1 multiply; Gemma 2 caps; MuseGlimmer does both).
@@ -31,6 +32,7 @@ class HeadParams:
     post_scale: float = 1.0
     temperature: float = 1.0
     shard: VocabShard | None = None
+    logits: str = "same"
 
     @property
     def vocab(self) -> int:

@@ -35,28 +35,31 @@ class RowMath:
         return cls(own, ignore_index, kernels, head.pre_scale, head.softcap, post, head.shard)
 
     def stats(
-        self, logits: Tensor, target: Tensor, *, entropy: bool = False, argmax: bool = False, gaps: bool = False
+        self, logits: Tensor, target: Tensor, shift: Tensor | None = None, *, entropy: bool = False,
+        argmax: bool = False, gaps: bool = False,
     ) -> LogpStats:  # fmt: skip
-        """Of every row; target `[C]`."""
+        """Of every row; target `[C]`; shift `[C]` is to be added to the logits."""
         rows = _logp_kernels.logp_rows if self.kernels else _logp_torch.logp_rows_torch
         y = self._local(target)
         want = {"want_entropy": entropy, "want_argmax": argmax, "want_gaps": gaps}
-        found = rows(logits, y, **self._options(), **want)
+        found = rows(logits, y, **self._options(), **want, shift=shift)
         return found if self.shard is None else self.shard.combined(found, y, self.V)
 
     def gradient(
         self, out: Tensor, logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor,
-        b: Tensor | None = None, d: Tensor | None = None,
+        b: Tensor | None = None, d: Tensor | None = None, shift: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the gradient of the logits to out, which may be the logits; a, c, b, d `[C]`."""
         write = _logp_kernels.logp_gradient if self.kernels else _logp_torch.logp_gradient_torch
-        write(out, logits, self._local(target), stats, a, c, b, d, **self._options())
+        write(out, logits, self._local(target), stats, a, c, b, d, **self._options(), shift=shift)
 
-    def columns(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | float]:
+    def columns(
+        self, logits: Tensor, ids: Tensor, shift: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | float]:
         """Transformed logits of a few ids, `[C, K]`, and their slopes."""
         local, here = self._ids(ids)
         transforms = self.pre_scale, self.softcap, self.post_scale
-        x, slope = _logp_torch.wide(logits.index_select(1, local), *transforms)
+        x, slope = _logp_torch.wide(logits.index_select(1, local), *transforms, shift)
         if self.shard is None or here is None:
             return x, slope
         x = x.where(here, 0.0)
