@@ -10,6 +10,11 @@ from liger_kernel import _env
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+if _env.triton_runs_on("cpu"):
+    import interpreter
+
+    interpreter.speed_up()
+
 
 @pytest.fixture
 def device() -> torch.device:

@@ -37,7 +37,7 @@ def _argument(value, constant):
     if isinstance(value, bool):
         return "i1", False
     if isinstance(value, int):
-        return ("i32" if -(1 << 31) <= value < 1 << 31 else "i64"), value % 16 == 0 and value != 0
+        return ("i32" if -(1 << 31) <= value < 1 << 31 else "i64"), value % 16 == 0
     return "fp32", False
 
 

@@ -292,7 +292,8 @@ def test_lora(pair, name, after):
     plain, patched = _lora(plain, **LORA[name]), _lora(patched, **LORA[name])
     if after:
         _apply_liger_kernel_to_instance(model=patched.get_base_model())
-        assert {row.status for row in liger_kernel.patch(patched).rows} <= {"already", "left"}
+        again = liger_kernel.patch(patched, rematerialise=False)
+        assert {row.status for row in again.rows} <= {"already", "left"}
     outputs = assert_same_step(plain, patched, **batch())
     assert (outputs.logits is None) == (name != "adapter on the head")  # adapters: true logits
     with patched.disable_adapter(), plain.disable_adapter():
@@ -382,3 +383,24 @@ def test_fsdp1_redirection(group):
     assert wrapped(torch.zeros(2, 4)).shape == (2, 3)
     with pytest.raises(TypeError, match="FullyShardedDataParallel"):
         _FSDPForwardRedirection()(nn.Linear(1, 1), print)
+
+
+def test_hooks_that_handle_the_outputs():
+    """accelerate moves a model's outputs between devices: it must not meet logits that are only promised."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    seen = []
+
+    class Looks(hooks.ModelHook):
+        def post_forward(self, module, output):
+            seen.append(output.logits)
+            return output
+
+    plain = tiny("llama")
+    model = copy.deepcopy(plain)
+    hooks.add_hook_to_module(model, Looks())
+    report = liger_kernel.patch(model)
+    assert_same_step(plain, model, **batch())
+    assert seen == [None]
+    assert liger_kernel.patch(model).count("head", "already") == 1
+    report.undo()
+    assert model(**batch()).logits is not None

@@ -42,7 +42,9 @@ def impl(op: str) -> str:
     """The implementation asked for `op`: "auto", "triton" or "torch"."""
     found = _resolved.get(op)
     if found is None:
-        found = _resolved[op] = _resolve(op)
+        found = _resolve(op)
+        if not torch.compiler.is_compiling():  # a side effect that checkpointed code may not have
+            _resolved[op] = found
     return found
 
 
@@ -117,7 +119,14 @@ def interpreting() -> bool:
 
 def triton_runs_on(device_type: str) -> bool:
     """Whether a Triton kernel can be launched on tensors of this device type."""
+    if device_type == "meta":
+        return planned_memory is not None
     return device_type in _TRITON_DEVICES or (device_type == "cpu" and interpreting())
+
+
+# Bytes of the accelerator that meta tensors stand for, where a step is only counted: under a dispatch
+# mode operators are asked for shapes, and no kernel is launched.
+planned_memory: int | None = None
 
 
 # Devices
@@ -205,10 +214,9 @@ def event(device: torch.device) -> Any:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being recorded into a CUDA graph (then nothing may
-    synchronise).
-    """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether nothing may wait for a value: a CUDA graph is being recorded, or there are no values."""
+    recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return recording or device.type == "meta"
 
 
 def memory_module(device: torch.device) -> Any:
@@ -240,7 +248,8 @@ def memory_budget(device: torch.device) -> int:
         return parse_bytes(asked, "LIGER_KERNEL_MEMORY_BUDGET")
     if device.type == "cpu":
         return 64 * MIB
-    return min(max(device_info(device).total_memory // 200, 128 * MIB), 640 * MIB)
+    total = planned_memory if device.type == "meta" else None
+    return min(max((total or device_info(device).total_memory) // 200, 128 * MIB), 640 * MIB)
 
 
 # What torch.compiler.assume_constant_result does, which would import the whole compiler.
@@ -309,6 +318,24 @@ def infer_comm_backend() -> str:
         return by_device
     dist = torch.distributed
     return "mpi" if dist.is_available() and dist.is_mpi_available() else "gloo"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that a launcher such as torchrun has started."""
+
+    rank: int
+    local_rank: int
+    ranks: int
+
+
+def launch() -> Launch | None:
+    """What the launcher says, None without one or with a single process."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        return None
+    rank = int(os.environ["RANK"])
+    return Launch(rank, int(os.environ.get("LOCAL_RANK", rank)), ranks)
 
 
 # The process environment

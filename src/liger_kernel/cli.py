@@ -1,4 +1,4 @@
-"""The `liger-kernel` command: train, bench, plan, env, probe.
+"""The `liger-kernel` command: train, bench, estimate, plan, env, probe.
 
 Each subcommand is imported only when it is asked for, so `liger-kernel env` works where nothing else does.
 Exit codes: 0 done; 1 done but wrong (curves that disagree, a run that failed); 2 bad arguments or input;
@@ -83,9 +83,16 @@ def _plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def _estimate(argv: Sequence[str]) -> int:
+    from liger_kernel.estimate.command import main as estimate
+
+    return estimate(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "fine-tune a model plain and patched, and compare"),
     "bench": (_bench, "measure the kernels beside eager PyTorch and torch.compile"),
+    "estimate": (_estimate, "predict the peak memory of a training step, and what fits"),
     "plan": (_plan, "print how the vocabulary head would chunk a batch, and the bytes it takes"),
     "env": (_env, "print what a bug report needs"),
     "probe": (_probe, "print what would be swapped in a model, and why not the rest"),
@@ -93,7 +100,7 @@ _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:8}{text}" for name, (_, text) in _COMMANDS.items())
+    listed = "\n".join(f"  {name:10}{text}" for name, (_, text) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         "liger-kernel",
         description=f"Fused Triton kernels for training language models.\n\ncommands:\n{listed}",

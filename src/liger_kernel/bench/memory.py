@@ -31,13 +31,13 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._storages: _Storages | None = None
+        self._storages: Storages | None = None
         self._level = 0
         self._peak = 0
 
     def __enter__(self) -> "PeakMemory":
         if self._device.type == "cpu":
-            self._storages = _Storages().__enter__()
+            self._storages = Storages().__enter__()
             return self
         _env.synchronize(self._device)
         memory = _env.memory_module(self._device)
@@ -62,7 +62,7 @@ class PeakMemory:
         return _env.memory_module(self._device).max_memory_allocated(self._device) - self._level
 
 
-class _Storages(TorchDispatchMode):
+class Storages(TorchDispatchMode):
     """Counts the bytes of storages that operators create while the mode is on."""
 
     def __init__(self) -> None:
@@ -76,16 +76,20 @@ class _Storages(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         before = {id(s) for s in _storages_of((args, kwargs))}
-        if func.namespace in {"aten", "prim", "prims"}:
-            result = func(*args, **kwargs)
-        else:  # a mode is off inside its handler; past the dispatcher it can be on and see inside
-            with self:
-                result = func.redispatch(_CPU_KEYS, *args, **kwargs)
+        result = self.run(func, args, kwargs)
         for storage in _storages_of(result):
             known = weakref.ref(storage, self._freed)
             if known in self._sizes or id(storage) not in before:
                 self._count(known, storage.nbytes())
         return result
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The operator's result, with every storage in sight."""
+        if func.namespace in {"aten", "prim", "prims"}:
+            return func(*args, **kwargs)
+        # A mode is off inside its handler; past the dispatcher it can be on and see inside.
+        with self:
+            return func.redispatch(_CPU_KEYS, *args, **kwargs)
 
     def _count(self, key: weakref.ref, size: int) -> None:
         self.alive += size - self._sizes.get(key, 0)

@@ -6,8 +6,9 @@
     with liger_kernel.patched(model, rope=False):
         ...
 
-seams.py    the walk; norm.py, gated.py, rotary.py, head.py, loss.py: one seam each
+seams.py    the walk; norm.py, gated.py, activation.py, rotary.py, head.py, loss.py: one seam each
 probe.py    does a candidate compute what the class computes?
+rematerialise.py   activations rebuilt instead of kept
 promise.py  logits that meet the loss before they exist; chain.py: what may happen to them on the way
 apply.py    the ledger of replaced attributes; report.py: the result
 registry.py the contract's 45 functions, from a table
@@ -29,12 +30,14 @@ def patch(model: Any, **flags: bool | None) -> Report:
     Args:
         model: a Hugging Face model, or a PEFT, DDP or compile wrapper around one. Weights are neither read nor written;
             state dict, class names and saved checkpoints stay those of the original.
-        flags: what to swap; everything but `cross_entropy` and `rematerialise` by default.
+        flags: what to swap; everything but `cross_entropy` by default.
             rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts: seams by name (swiglu and geglu are one
             seam: gated MLPs). The rotary function of a modelling file is shared by its models, see `rotary.py`.
             fused_linear_cross_entropy: head and loss in one; a training call with labels returns `logits=None`
             (`skip_logits=False` brings them back, `skip_logits=True` drops them in evaluation too).
             cross_entropy: the loss of calls whose logits exist.
+            rematerialise: outputs of norms and gated activations are rebuilt in backward instead of being kept for it,
+            bit for bit; see `rematerialise.py`.
     Returns:
         A `Report`: printable, with `undo()`. Patching twice changes nothing more.
     Raises:

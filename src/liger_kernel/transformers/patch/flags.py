@@ -16,7 +16,7 @@ DEFAULTS: dict[str, bool] = {
     "layer_norm": True,
     "relu_squared": True,
     "experts": True,
-    "rematerialise": False,
+    "rematerialise": True,
 }
 
 

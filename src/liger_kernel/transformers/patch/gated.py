@@ -18,6 +18,7 @@ from liger_kernel.ops.geglu import geglu, geglu_packed
 from liger_kernel.ops.swiglu import swiglu, swiglu_packed
 from liger_kernel.transformers.patch import probe
 from liger_kernel.transformers.patch.apply import original_of
+from liger_kernel.transformers.patch.rematerialise import rebuildable
 
 # attribute names of gate, up, down, or of gate_up, down
 _ROLES = (
@@ -67,7 +68,7 @@ class Recipe:
 
     def body(self, **options: Any) -> Callable[[Any, Any], Any]:
         """(module, x) -> the MLP's output; `options` go to the op."""
-        act = functools.partial(_FORMS[self.form][self.packed], **options)
+        act = rebuildable(functools.partial(_FORMS[self.form][self.packed], **options))
         if self.packed:
             gate_up, down = self.roles
             return lambda m, x: getattr(m, down)(act(getattr(m, gate_up)(x)))

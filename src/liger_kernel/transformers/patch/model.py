@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from liger_kernel.transformers.patch import head as heads
-from liger_kernel.transformers.patch import seams
+from liger_kernel.transformers.patch import rematerialise, seams
 from liger_kernel.transformers.patch.apply import seam_of
 from liger_kernel.transformers.patch.loss import causal_lm_loss
 from liger_kernel.transformers.patch.report import ALREADY, FITS, LEFT, SWAPPED, Report
@@ -34,6 +34,8 @@ def patch_instance(model: Any, flags: dict[str, bool], bind: bool) -> Report:
             _bind_loss(model, report, bind)
         if flags.get("fused_linear_cross_entropy"):
             _bind_head(model, report, bind)
+        if flags.get("rematerialise"):
+            _bind_hooks(model, report, bind)
     except BaseException:
         report.undo()
         raise
@@ -84,17 +86,41 @@ def _bind_head(model: Any, report: Report, bind: bool) -> None:
         report.add("head", label, LEFT, reason)
         return
     detail = "loss from hidden states" + (" (tied)" if _tied(model, head) else "")
-    already = seam_of(model.forward) == "head"
+    at = _forward_name(model)
+    already = seam_of(getattr(model, at)) == "head"
     if bind:
         heads.prepare(head, report.ledger)
         if not already:
-            report.ledger.bind(model, "forward", heads.wrapped_forward(_unbound(model)), "head")
+            report.ledger.bind(model, at, heads.wrapped_forward(_unbound(model, at)), "head")
     report.add("head", label, ALREADY if already else SWAPPED if bind else FITS, detail)
 
 
-def _unbound(model: Any) -> Any:
+def _bind_hooks(model: Any, report: Report, bind: bool) -> None:
+    found = sum(report.count(seam, SWAPPED, ALREADY, FITS) for seam in rematerialise.SEAMS)
+    reason = rematerialise.WHY_NOT if found else "it has no output that can be rebuilt"
+    if reason is not None:
+        report.add("rematerialise", type(model).__name__, LEFT, reason)
+        return
+    for name, place in rematerialise.places(model):
+        label, detail = type(place).__name__, "inputs of linear layers are rebuilt in backward"
+        at = _forward_name(place)
+        already = seam_of(getattr(place, at)) == "rematerialise"
+        if bind and not already:
+            forward = rematerialise.wrapped_forward(_unbound(place, at), name, report)
+            report.ledger.bind(place, at, forward, "rematerialise")
+        report.add(
+            "rematerialise", label, ALREADY if already else SWAPPED if bind else FITS, detail
+        )
+
+
+def _forward_name(module: Any) -> str:
+    """Where a module keeps its own forward: accelerate's hooks have moved it, and handle what it returns."""
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def _unbound(model: Any, name: str) -> Any:
     """The model's present forward as a function of self: its class's, or what another library put there."""
-    mine = vars(model).get("forward")
+    mine = vars(model).get(name)
     if mine is None:
         return type(model).forward
 
@@ -144,6 +170,8 @@ def patch_type(model_type: str, flags: dict[str, bool]) -> Report:
         return report
     try:
         seams.patch_modules(seams.of_classes(spaces, configs), flags, report, bind=True)
+        if flags.get("layer_norm"):
+            seams.note_torchs_layer_norms(spaces, report)
         if flags.get("rope"):
             for space in spaces:
                 seams.patch_rope([space], space, report, bind=True)

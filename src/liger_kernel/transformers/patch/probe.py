@@ -64,23 +64,28 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def fingerprint(module: nn.Module) -> Any:
-    """Modules with equal fingerprints need one probe: class, scalars, kinds of children, absent parameters."""
+    """Modules with equal fingerprints need one probe: class, scalars, shapes, kinds of children, ranks."""
     scalars = (
         (k, v)
         for k, v in plain_attributes(module).items()
-        if isinstance(v, (bool, int, float, str, type(None))) and k not in ("layer_idx", "layer_id")
+        if (isinstance(v, (bool, int, float, str, type(None))) or _is_shape(v))
+        and k not in ("layer_idx", "layer_id")
     )
     children = (
         (name, type(child), child.extra_repr())
         for name, child in module.named_children()
         if not _linear(child)
     )
-    absent = (name for name, parameter in module._parameters.items() if parameter is None)
+    ranks = ((name, None if p is None else p.dim()) for name, p in module._parameters.items())
     cls = plain_class(module)
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)  # type: ignore[attr-defined]
     reads_config = code is not None and "config" in code.co_names
     config = repr(vars(module).get("config")) if reads_config else None
-    return cls, tuple(scalars), tuple(children), tuple(absent), config
+    return cls, tuple(scalars), tuple(children), tuple(ranks), config
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(v) is int for v in value)
 
 
 def _linear(child: nn.Module) -> bool:
@@ -103,7 +108,7 @@ def twin(
     new: nn.Module = cls.__new__(cls)
     nn.Module.__init__(new)
     for name, value in plain_attributes(module).items():
-        if isinstance(value, tuple) and all(type(v) is int for v in value):
+        if _is_shape(value):
             value = tuple(resized.get(v, v) for v in value)
         elif type(value) is int:
             value = resized.get(value, value)

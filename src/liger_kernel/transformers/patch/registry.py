@@ -108,6 +108,7 @@ def make(name: str, family: Family, model_type: str) -> Any:
         model = chosen.pop("model")
         rest = DEFAULTS if takes_all else {}
         complete = {flag: bool(chosen.get(flag, rest.get(flag, False))) for flag in DEFAULTS}
+        complete["rematerialise"] = bool(chosen.get("rematerialise"))  # as the contract: off
         if "experts" not in chosen:  # the contract's flags know experts as part of the MLP
             complete["experts"] = complete["swiglu"] or complete["geglu"]
         return (

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from liger_kernel import _env
 from liger_kernel.transformers.patch.apply import Ledger
 
 SWAPPED, ALREADY, FITS, LEFT = "swapped", "already", "fits", "left"
@@ -28,6 +29,8 @@ class Report:
         self.subject = subject
         self._found: Counter[Row] = Counter()
         self.ledger = Ledger()
+        # part of the model -> bytes that its latest training forward did not keep
+        self.rebuilt: dict[str, int] = {}
 
     def add(self, seam: str, target: str, status: str, detail: str = "") -> None:
         """Count one place."""
@@ -53,8 +56,9 @@ class Report:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """`{"model": ..., "rows": [{"seam", "target", "status", "detail", "count"}, ...]}`."""
-        return {"model": self.subject, "rows": [asdict(row) for row in self.rows]}
+        """`{"model": ..., "rows": [{"seam", "target", "status", "detail", "count"}, ...], "rebuilt_bytes": ...}`."""
+        rows = [asdict(row) for row in self.rows]
+        return {"model": self.subject, "rows": rows, "rebuilt_bytes": sum(self.rebuilt.values())}
 
     def __str__(self) -> str:
         lines = [("seam", "target", "count", "status", "detail")]
@@ -64,6 +68,10 @@ class Report:
             "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]).rstrip()
             for line in lines
         ]
+        if self.rebuilt:
+            size = sum(self.rebuilt.values()) / _env.MIB
+            what = "activations a step rebuilt instead of kept"
+            table.append(f"rematerialise: {size:,.2f} MiB of {what}")
         return "\n".join([f"liger_kernel on {self.subject}", *table])
 
     def __repr__(self) -> str:

@@ -14,22 +14,29 @@ import torch
 from torch import nn
 
 from liger_kernel.transformers.patch import probe
+from liger_kernel.transformers.patch.activation import ReLUSquaredSeam
 from liger_kernel.transformers.patch.apply import original_of, seam_of
+from liger_kernel.transformers.patch.experts import ExpertsSeam
 from liger_kernel.transformers.patch.gated import GatedSeam
+from liger_kernel.transformers.patch.gated_norm import GatedNormSeam
+from liger_kernel.transformers.patch.layer_norm import LayerNormSeam
 from liger_kernel.transformers.patch.norm import NormSeam
 from liger_kernel.transformers.patch.report import ALREADY, FITS, LEFT, SWAPPED, Report
 from liger_kernel.transformers.patch.rotary import NAMES as ROPE_NAMES
 from liger_kernel.transformers.patch.rotary import RopeSeam
 
-SEAMS: tuple[Any, ...] = (NormSeam(), GatedSeam())
+SEAMS: tuple[Any, ...] = (
+    NormSeam(),
+    GatedSeam(),
+    ReLUSquaredSeam(),
+    LayerNormSeam(),
+    GatedNormSeam(),
+    ExpertsSeam(),
+)
 ROPE = RopeSeam()
 
-# flag -> the modules it will be about; until then a report says so
-_NOT_YET: dict[str, Any] = {
-    "layer_norm": lambda module: isinstance(module, nn.LayerNorm),
-    "experts": lambda module: getattr(module._parameters.get("down_proj"), "ndim", 0) == 3,
-    "relu_squared": lambda module: type(module).__name__ == "ReLUSquaredActivation",
-}
+# What a forward may take besides its input, for a class to be patched without an instance.
+_FURTHER = ((), ("gate",), ("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
 
 _decided: dict[Any, tuple[str, Any]] = {}
 
@@ -59,26 +66,33 @@ def patch_modules(
 ) -> None:
     """Norms, MLPs and whatever else replaces the `forward` of a module."""
     sites = list(sites)
+    taken: set[int] = set()
+    refused: dict[int, tuple[str, str, str]] = {}  # by one seam: another may look at the module too
     for seam in SEAMS:
         if not any(flags.get(flag) for flag in seam.flags):
             continue
         for owner, example in sites:
-            if seam.match(example):
-                _patch_one(seam, owner, example, report, bind)
-    for flag, match in _NOT_YET.items():
-        for _, example in sites if flags.get(flag) else ():
-            if match(example):
-                report.add(flag, type(example).__name__, LEFT, "no kernel yet")
+            if not seam.match(example):
+                continue
+            label = probe.plain_class(example).__name__
+            detail, recipe = decide(seam, example, general=isinstance(owner, type))
+            if recipe is None:
+                refused.setdefault(id(example), (seam.name, label, detail))
+            else:
+                taken.add(id(example))
+                _patch_one(seam, owner, (label, detail), recipe, report, bind)
+    for example, (name, label, detail) in refused.items():
+        if example not in taken:
+            report.add(name, label, LEFT, detail)
 
 
-def _patch_one(seam: Any, owner: Any, example: nn.Module, report: Report, bind: bool) -> None:
-    label = probe.plain_class(example).__name__
+def _patch_one(
+    seam: Any, owner: Any, shown: tuple[str, str], recipe: Any, report: Report, bind: bool
+) -> None:
+    label, detail = shown
     # accelerate's hooks sit in `forward` and call `_old_forward`
     name = "_old_forward" if "_old_forward" in vars(owner) else "forward"
-    detail, recipe = decide(seam, example, general=isinstance(owner, type))
-    if recipe is None:
-        report.add(seam.name, label, LEFT, detail)
-    elif seam_of(getattr(owner, name, None)) == seam.name:
+    if seam_of(getattr(owner, name, None)) == seam.name:
         report.add(seam.name, label, ALREADY, detail)
     elif isinstance(owner, nn.Module) and "forward" in vars(owner) and name == "forward":
         report.add(seam.name, label, LEFT, "another library replaced the forward of this instance")
@@ -122,6 +136,16 @@ def of_instance(model: nn.Module) -> tuple[list[Site], list[ModuleType]]:
     ]
 
 
+def note_torchs_layer_norms(spaces: list[ModuleType], report: Report) -> None:
+    """`nn.LayerNorm` is torch's and every other model's too: patching classes leaves it alone and says so."""
+    for space in spaces:
+        if "nn.LayerNorm(" in inspect.getsource(space):
+            reason = "torch's class, not this model's: patch an instance of the model"
+            report.add(
+                "layer_norm", f"{space.__name__.rpartition('.')[2]}: nn.LayerNorm", LEFT, reason
+            )
+
+
 def of_classes(spaces: list[ModuleType], configs: list[Any]) -> list[Site]:
     """The module classes that some modelling files define, each with an example without memory."""
     return [
@@ -139,8 +163,10 @@ def module_classes(space: ModuleType) -> list[type]:
 
 
 def _examples(cls: type, configs: list[Any]) -> Iterator[nn.Module]:
-    """One instance of a class whose forward takes one argument, if a config and small sizes make one."""
-    if len(probe.arguments(cls)) != 1:
+    """One instance of a class whose forward takes one argument, besides a gate or the routing of experts, if a config
+    and small sizes make one."""
+    first, *others = probe.arguments(cls) or [None]
+    if first is None or tuple(others) not in _FURTHER:
         return
     parameters = inspect.signature(cls).parameters.values()
     required = [
