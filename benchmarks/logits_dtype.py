@@ -43,11 +43,11 @@ def errors(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) ->
     for name, form in FORMS.items():
         logp = linear_logprob(*leaves, targets, logits_dtype=form, accum_dtype=torch.float32).logp
         found = torch.autograd.grad(logp.mean(), leaves)
-        off = (logp.double() - truth).abs()
+        off = (logp.double() - truth).detach().abs()
         shares = [
             float((g.double() - w).norm() / w.norm()) for g, w in zip(found, wanted, strict=True)
         ]
-        whole = float((logp.double().mean() - truth.mean()).abs())
+        whole = float((logp.double() - truth).detach().mean().abs())
         print(
             f"| {name} | {off.max():.1e} | {off.mean():.1e} | {whole:.1e} | {shares[0]:.1e} | {shares[1]:.1e} |"
         )

@@ -4,12 +4,13 @@
 
 The processes are forked from a server that has imported torch and transformers already: a run costs tenths of a
 second, not the seconds of an import. `check` must be importable (a function at module level), arguments and results
-must pickle. Within it `torch.distributed` is initialised and RANK, LOCAL_RANK and WORLD_SIZE are set, as by torchrun.
+must pickle. Within it `torch.distributed` is initialised and torchrun's RANK, WORLD_SIZE, ... are set.
 """
 
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -80,7 +81,7 @@ def _listen(ends: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
             rank = next(r for r, e in waiting.items() if e is end)
             del waiting[rank]
             try:
-                told[rank] = word = end.recv()
+                told[rank] = word = pickle.loads(end.recv_bytes())
             except EOFError:  # died without a word
                 word = (False, None)
             if not word[0]:
@@ -105,9 +106,10 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    stack = Path(folder, f"stack{rank}").open("w")
+    stack = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115 - for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    sizes = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ |= {name: str(value) for name, value in sizes.items()}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if backend != "gloo":
@@ -120,7 +122,9 @@ def _rank(
         dist.barrier()
     except BaseException:
         told = (False, traceback.format_exc())
-    end.send(told)
+    end.send_bytes(
+        pickle.dumps(told)
+    )  # `send` would share a tensor's memory, which ends with its process
     os._exit(0)  # no farewell: gloo's threads may wait for a rank that is gone
 
 

@@ -14,7 +14,6 @@ call, from the tensors.
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from liger_kernel import _env
 from liger_kernel.ops import _triton
+from liger_kernel.ops._dtensor import by_rows, is_dtensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -52,6 +52,9 @@ class Op:
     function    the Triton path, usually `SomeAutogradFunction.apply`
     supports    same arguments -> None, or the reason why the Triton path cannot take them
     cost        same arguments -> Cost
+    rows        how many leading arguments are `[*, D]` whose rows are treated one by one, the other tensors being
+                shared by all rows: a DTensor then runs on its shards (`_dtensor`). 0: it takes the fallback
+    elementwise whether a row may be cut too
     """
 
     name: str
@@ -60,8 +63,12 @@ class Op:
     function: Callable[..., Any]
     supports: Callable[..., str | None]
     cost: Callable[..., Cost]
+    rows: int = 0
+    elementwise: bool = False
 
     def __call__(self, *args: Any, impl: str | None = None) -> Any:
+        if self.rows and type(args[0]) not in _PLAIN and is_dtensor(args[0]):
+            return by_rows(self, args, impl)
         return self.function(*args) if self.uses_kernels(args, impl) else self.fallback(*args)
 
     def uses_kernels(self, args: Sequence[Any], impl: str | None = None) -> bool:
@@ -195,12 +202,6 @@ def rows(x: Tensor) -> Tensor:
 def dense(x: Tensor) -> Tensor:
     """x in contiguous memory: itself if it already is."""
     return x if x.is_contiguous() else x.contiguous()
-
-
-def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor, without importing torch.distributed for those who have none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ The files, in the order a run meets them:
     text       what --text means
     tokens     text to blocks of token ids
     worker     one run, in its own process
+    parallel   several of them under torchrun: DDP, FSDP2
     process    that process, seen from its parent
     memory     peak memory above a baseline
     compare    do two loss curves agree

@@ -1,12 +1,14 @@
 """`liger-kernel train`: arguments, and the order of things."""
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from liger_kernel import _env
 from liger_kernel.train import UsageError
 from liger_kernel.train.model import find, require_packages
 from liger_kernel.train.settings import DTYPES, OPTIMIZERS, Settings, complete
@@ -14,6 +16,7 @@ from liger_kernel.train.settings import DTYPES, OPTIMIZERS, Settings, complete
 _EPILOG = """\
 The model is fine-tuned twice from the same seed on the same batches, as Hugging Face ships it and with
 liger_kernel.patch(model), each time in its own process. --out receives report.json and curves.png.
+On several accelerators: torchrun --nproc-per-node 2 -m liger_kernel train --fsdp
 
 exit code: 0 the two loss curves agree, 1 they do not or a run failed, 2 bad arguments or input, 130 interrupted
 """
@@ -42,22 +45,35 @@ def main(argv: Sequence[str]) -> int:
 
     runs: list[Run] = []
     code, ended = 0, "finished"
+    launched = _env.launch()
+    first = launched is None or launched.rank == 0
+    if launched is not None:
+        signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(prefix="liger-kernel-train-") as scratch:
         packed = Path(scratch, "blocks.pt")
         torch.save(blocks(source, settings), packed)
-        print(f"{source.title} on {title(settings.text)}", file=sys.stderr)
+        if first:
+            print(f"{source.title} on {title(settings.text)}", file=sys.stderr)
         try:
             for name in ("plain", "patched"):
                 runs.append(Run(name))
-                follow(runs[-1], settings, packed, out / f"{name}.log")
+                log = f"{name}.log" if launched is None else f"{name}.{launched.rank}.log"
+                follow(runs[-1], settings, packed, out / log, quiet=not first)
         except RunFailed as failure:
             code, ended = 1, str(failure)
         except KeyboardInterrupt:
             code, ended = 130, "interrupted"
     if not any(run.losses for run in runs) and code == 130:
         raise KeyboardInterrupt
+    if not first:  # it has seen the same losses; one report is enough
+        return code
     report = _report(settings, source, runs, ended, out)
     return verdict(report, code)
+
+
+def _leave(*_: Any) -> NoReturn:
+    """The launcher ends all processes when one has failed: end the worker on the way out."""
+    sys.exit(143)
 
 
 def _report(
@@ -127,7 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         "llama-1b; default SmolLM2-135M-Instruct")  # fmt: skip
     add("--text", help="a UTF-8 file or a folder; default Python's standard library")
     add("--steps", type=count, help="default 10 on a CPU, 60 on an accelerator")
-    add("--batch", type=count, help="sequences a step; default 2 on a CPU, 4 on an accelerator")
+    add(
+        "--batch",
+        type=count,
+        help="sequences a step and process; default 2 on a CPU, 4 on an accelerator",
+    )
     add(
         "--seq",
         type=_number(int, 2),
@@ -141,6 +161,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", help="default the accelerator if there is one")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default adamw")
     add("--lr", type=rate, help="learning rate; the default follows optimizer and model")
+    among = parser.add_mutually_exclusive_group()
+    for kind, what in (("ddp", "DistributedDataParallel"), ("fsdp", "FSDP2 (fully_shard)")):
+        text = f"{what} over the processes that torchrun has started"
+        among.add_argument(
+            f"--{kind}", dest="parallel", action="store_const", const=kind, help=text
+        )
     add("--seed", type=_number(int, 0), default=0, help="default 0")
     add(
         "--out",

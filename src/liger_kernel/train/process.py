@@ -34,11 +34,13 @@ class Run:
         if not self.seconds:
             return None
         warm = self.seconds[min(5, len(self.seconds) // 4) :]
-        return settings.batch * settings.seq / statistics.median(warm)
+        return settings.step_tokens / statistics.median(warm)
 
 
-def follow(run: Run, settings: Settings, blocks: Path, log: Path) -> None:
+def follow(run: Run, settings: Settings, blocks: Path, log: Path, quiet: bool = False) -> None:
     """Run one worker on `blocks` to its end and fill in `run`. The worker's own output goes to `log`.
+
+    quiet: no progress bar.
 
     Raises:
         UsageError: the worker refused its input.
@@ -48,9 +50,7 @@ def follow(run: Run, settings: Settings, blocks: Path, log: Path) -> None:
 
     job = blocks.with_name(f"{run.name}.json")
     job.write_text(
-        json.dumps(
-            {"settings": asdict(settings), "patched": run.name == "patched", "blocks": str(blocks)}
-        )
+        json.dumps({"settings": asdict(settings), "run": run.name, "blocks": str(blocks)})
     )
     command = [sys.executable, "-m", "liger_kernel.train.worker", str(job)]
     # Its own session: Ctrl-C reaches this process alone, which then stops the worker and reports.
@@ -59,7 +59,13 @@ def follow(run: Run, settings: Settings, blocks: Path, log: Path) -> None:
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         ) as process,
-        tqdm(total=settings.steps, desc=f"{run.name:8}", unit="step", dynamic_ncols=True) as bar,
+        tqdm(
+            total=settings.steps,
+            desc=f"{run.name:8}",
+            unit="step",
+            dynamic_ncols=True,
+            disable=quiet,
+        ) as bar,
     ):
         try:
             _read(process, run, settings, bar, log)

@@ -105,7 +105,10 @@ def _title(report: dict[str, Any]) -> str:
     shape = (
         f"{s['steps']} steps of {s['batch']} x {s['seq']} tokens, {s['dtype']}, {s['optimizer']}"
     )
-    return f"{report['model']['title']} on {report['text']['title']}: {shape}, {report['machine']['device']}"
+    device = report["machine"]["device"]
+    if s["parallel"]:
+        device = f"{s['ranks']} x {device}, {s['parallel']}"
+    return f"{report['model']['title']} on {report['text']['title']}: {shape}, {device}"
 
 
 def _cell(show: Any, value: Any) -> str:

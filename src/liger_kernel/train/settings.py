@@ -40,11 +40,18 @@ class Settings:
     optimizer: str
     lr: float
     seed: int
+    parallel: str | None = None  # "ddp" or "fsdp"
+    ranks: int = 1
+
+    @property
+    def step_tokens(self) -> int:
+        """Token ids that one step reads, on all processes together."""
+        return self.ranks * self.batch * self.seq
 
     @property
     def tokens(self) -> int:
         """Token ids that the whole run reads."""
-        return self.steps * self.batch * self.seq
+        return self.steps * self.step_tokens
 
     @property
     def tolerance(self) -> float:
@@ -54,12 +61,27 @@ class Settings:
 
 def complete(asked: dict[str, object], pretrained: bool) -> Settings:
     """`asked` with every None replaced by this machine's default; the learning rate also follows `pretrained`."""
+    launched = _env.launch()
+    _check_launch(asked.get("parallel"), launched)
     device = _device(asked["device"])
+    if launched is not None:
+        asked = {**asked, "ranks": launched.ranks}
+        if device.type != "cpu":
+            device = torch.device(device.type, launched.local_rank)
     defaults = _ON_CPU if device.type == "cpu" else _ON_ACCELERATOR
     rate = _LEARNING_RATES[str(asked["optimizer"]), pretrained]
     filled = {k: v for k, v in asked.items() if v is not None}
     free = {"model": None, "text": None}
     return Settings(**{**free, **defaults, "lr": rate, **filled, "device": str(device)})  # type: ignore[arg-type]
+
+
+def _check_launch(parallel: object, launched: _env.Launch | None) -> None:
+    if parallel is not None and launched is None:
+        raise UsageError(
+            f"--{parallel} needs several processes: torchrun --nproc-per-node 2 -m liger_kernel train --{parallel} ..."
+        )
+    if parallel is None and launched is not None:
+        raise UsageError(f"{launched.ranks} processes were started: add --ddp or --fsdp.")
 
 
 def _device(name: object) -> torch.device:

@@ -26,7 +26,7 @@ class Encoder:
 
 
 def blocks(source: Source, settings: Settings) -> Tensor:
-    """Blocks of the text in a seeded random order: int64 `[steps, batch, seq]`.
+    """Blocks of the text in a seeded random order: int64 `[steps, ranks * batch, seq]`.
 
     Documents follow each other without padding, an end-of-text id between them. The blocks are drawn from four times
     as much text as the run reads (if there is as much), so that a step does not see one file alone.
@@ -38,9 +38,10 @@ def blocks(source: Source, settings: Settings) -> Tensor:
     if limit is not None and settings.seq > limit:
         raise UsageError(f"--seq {settings.seq}: {source.title} knows {limit} positions.")
     ids = _read(encoder(source, settings), settings)
+    rows = settings.ranks * settings.batch
     if len(ids) < settings.tokens:
         raise UsageError(
-            f"the text holds {len(ids):,} tokens; {settings.steps} steps of {settings.batch} x {settings.seq} need "
+            f"the text holds {len(ids):,} tokens; {settings.steps} steps of {rows} x {settings.seq} need "
             f"{settings.tokens:,}. Give more text, or fewer --steps."
         )
     largest, size = int(ids.max()), source.text_config.vocab_size
@@ -50,7 +51,7 @@ def blocks(source: Source, settings: Settings) -> Tensor:
         )
     pool = ids[: len(ids) // settings.seq * settings.seq].view(-1, settings.seq)
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(settings.seed))
-    return pool[order[: settings.steps * settings.batch]].view(-1, settings.batch, settings.seq)
+    return pool[order[: settings.steps * rows]].view(-1, rows, settings.seq)
 
 
 def encoder(source: Source, settings: Settings) -> Encoder:

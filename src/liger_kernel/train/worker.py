@@ -24,6 +24,7 @@ from liger_kernel import _env
 from liger_kernel.train import UsageError
 from liger_kernel.train.memory import PeakMemory
 from liger_kernel.train.model import find, one_line
+from liger_kernel.train.parallel import Wrap, engine, mean_over_ranks, own_rows
 from liger_kernel.train.settings import DTYPES, Settings
 
 Emit = Callable[..., None]
@@ -34,7 +35,9 @@ def main() -> int:
     emit = _claim_stdout()
     job = json.loads(Path(sys.argv[1]).read_text())
     try:
-        train(Settings(**job["settings"]), job["patched"], torch.load(job["blocks"]), emit)
+        settings, name = Settings(**job["settings"]), job["run"]
+        with engine(settings, name) as wrap:
+            train(settings, name == "patched", torch.load(job["blocks"]), wrap, emit)
     except UsageError as error:
         emit("failed", message=str(error), usage=True)
         return 2
@@ -45,19 +48,21 @@ def main() -> int:
     return 0
 
 
-def train(settings: Settings, patched: bool, blocks: Tensor, emit: Emit) -> None:
-    """Fine-tune on `blocks` `[steps, batch, seq]` and report every step."""
+def train(settings: Settings, patched: bool, blocks: Tensor, wrap: Wrap, emit: Emit) -> None:
+    """Fine-tune on this process's part of `blocks` `[steps, ranks * batch, seq]` and report every step."""
     began = time.perf_counter()
     device = torch.device(settings.device)
     torch.manual_seed(settings.seed)
     source = find(settings.model)
     model = source.load(DTYPES[settings.dtype], device).train()
     model.config.get_text_config().use_cache = False
+    parameters = sum(p.numel() for p in model.parameters())
     report = _patch(model) if patched else None
+    model = wrap(model)
     memory = PeakMemory(device)
     emit(
         "loaded",
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         seconds=time.perf_counter() - began,
         memory_method=memory.method,
         patch=report and report.as_dict(),
@@ -67,7 +72,7 @@ def train(settings: Settings, patched: bool, blocks: Tensor, emit: Emit) -> None
     torch.manual_seed(settings.seed)
     for block in blocks:
         began = time.perf_counter()
-        loss = _step(model, optimizer, block.to(device))
+        loss = mean_over_ranks(_step(model, optimizer, own_rows(block).to(device)))
         _env.synchronize(device)
         seconds = time.perf_counter() - began
         emit("step", loss=loss.item(), seconds=seconds, peak_memory=memory.peak())

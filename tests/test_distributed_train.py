@@ -1,0 +1,148 @@
+"""The command and the examples on several processes."""
+
+import importlib.util
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run
+
+from liger_kernel.train import UsageError, parallel
+from liger_kernel.train.settings import complete
+
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.plain,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY = {
+    "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+ASKED = {
+    "model": None, "text": None, "steps": 3, "batch": 2, "seq": 16, "dtype": "fp32", "device": "cpu",
+    "optimizer": "adamw", "lr": None, "seed": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    words = ["norm", "rope", "gate", "head", "loss", "token", "chunk", "row"]
+    (tmp_path / "text.txt").write_text(" ".join(random.Random(0).choices(words, k=4000)))
+    return tmp_path
+
+
+# liger-kernel train --ddp, --fsdp
+
+
+def _train(settings, patched, blocks, kind=None):
+    from liger_kernel.train.worker import train
+
+    losses = []
+
+    def emit(event, **values):
+        if event == "step":
+            losses.append(values["loss"])
+        else:
+            assert (values["patch"] is not None) == patched
+
+    train(settings, patched, blocks, getattr(parallel, kind) if kind else lambda m: m, emit)
+    return losses
+
+
+def _both(settings, blocks, kind):
+    return [_train(settings, patched, blocks, kind) for patched in (False, True)]
+
+
+@pytest.mark.parametrize("kind", ["_ddp", "_fsdp"])
+def test_the_losses_of_one_process(tiny, kind):
+    settings = complete({**ASKED, "model": str(tiny / "tiny.json")}, pretrained=False)
+    blocks = torch.randint(320, (3, 4, 16), generator=torch.Generator().manual_seed(0))
+    wanted = pytest.approx(_train(settings, False, blocks), rel=1e-5)
+    for plain, patched in run(_both, 2, settings, blocks, kind):
+        assert plain == wanted
+        assert patched == wanted
+
+
+def test_engines_need_a_launcher_and_the_launcher_an_engine(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UsageError, match="--fsdp needs several processes: torchrun"):
+        complete({**ASKED, "parallel": "fsdp"}, pretrained=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UsageError, match="4 processes were started: add --ddp or --fsdp"):
+        complete(ASKED, pretrained=False)
+    settings = complete({**ASKED, "parallel": "ddp"}, pretrained=False)
+    assert (settings.ranks, settings.tokens) == (4, 4 * 3 * 2 * 16)
+
+
+@pytest.mark.slow
+def test_torchrun(tiny):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533",
+        "-m", "liger_kernel", "train", "--fsdp", "--steps=2", "--seq=16", "--device=cpu",
+        f"--model={tiny / 'tiny.json'}", f"--text={tiny / 'text.txt'}", f"--out={tiny / 'out'}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("report.json") == 1
+    found = json.loads((tiny / "out" / "report.json").read_text())
+    assert found["comparison"]["agree"]
+    assert found["comparison"]["steps_compared"] == 2
+    assert found["settings"]["ranks"] == 2
+
+
+# The examples
+
+
+def _checkpoint(folder):
+    """A tiny model and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(folder)
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def _example(name, arguments):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    losses = module.main(arguments)
+    assert dist.is_initialized()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "trainer"])
+def test_example(tiny, name):
+    _checkpoint(tiny)
+    arguments = [str(tiny), str(tiny / "text.txt"), "--steps=3", "--seq=16"]
+    arguments += [f"--out={tiny}"] if name == "trainer" else ["--lr=1e-2"]
+    first, second = run(_example, 2, name, arguments)
+    assert first == second
+    assert len(first) == 3
+    assert all(math.isfinite(loss) for loss in first)
+    if name == "fsdp2":
+        assert first[-1] < first[0]
+
+
+def test_configurations_are_readable():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(EXAMPLES / "accelerate_fsdp2.yaml"))
+    assert config.distributed_type == "FSDP"
+    assert config.fsdp_config["fsdp_version"] == 2
+    assert json.loads((EXAMPLES / "zero3.json").read_text())["zero_optimization"]["stage"] == 3
