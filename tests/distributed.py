@@ -37,7 +37,7 @@ class RankFailed(AssertionError):
 
 
 def run(
-    check: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
+    check: Callable[..., Any], world: int, *args: Any, timeout: float = 150.0, backend: str = "gloo"
 ) -> list[Any]:
     """`check(*args)` in `world` processes; their results in the order of ranks. With another backend than gloo each
     rank has the accelerator of its number.

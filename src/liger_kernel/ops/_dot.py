@@ -1,0 +1,31 @@
+"""Matrix products inside kernels: which operands meet the tensor cores in which form.
+
+A product of two 16-bit values of one dtype is exact in fp32, and so is one of bf16 and fp16 through
+TF32, which holds both. fp32 operands are multiplied as they are, without tensor cores. Triton's
+interpreter cannot multiply bf16: there everything is fp32.
+"""
+
+import torch
+
+from liger_kernel import _env
+from liger_kernel.ops._triton import tl, triton
+
+
+def precision(*dtypes: torch.dtype, computed: bool = False) -> str:
+    """The `PRECISION` of a product whose stored operands have these dtypes. `computed`: one more
+    operand comes from arithmetic and shall keep TF32's 11 digits, more than 16-bit results have."""
+    if _env.interpreting() or any(dtype.itemsize > 2 for dtype in dtypes):
+        return "ieee"
+    if len({*dtypes}) == 1 and not computed:
+        return "native"
+    return "ieee" if _env.is_hip() else "tf32"
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """a b with fp32 sums. "native": b's 16-bit dtype, to which a computed a is rounded."""
+    if PRECISION == "native":
+        product = tl.dot(a.to(b.dtype), b)
+    else:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    return product

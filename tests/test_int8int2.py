@@ -1,0 +1,104 @@
+"""Int8 times packed ternary weights. (Integers only: the properties that make sense, on a row of their own.)"""
+
+import pytest
+import test_offline_compile
+import torch
+
+from liger_kernel import _env
+from liger_kernel.ops import mm_int8int2
+from liger_kernel.testing import properties
+from liger_kernel.testing.properties import Case, Maker
+
+
+def _inputs(shape, make, **_):
+    m, k, n = shape
+    a = (make.ids(256, m, k) - 128).to(torch.int8)
+    return {"a": a, "b": mm_int8int2.pack_weights(make.ids(3, k, n).to(torch.int8) - 1)}
+
+
+def _definition(a, b):
+    return mm_int8int2.reference(a, b)
+
+
+CASE = Case(
+    mm_int8int2.OP_MATMUL,
+    mm_int8int2.matmul,
+    _inputs,
+    shapes=[(3, 8, 5), (1, 4, 1), (0, 4, 3), (70, 264, 130)],
+    reference=_definition,
+    dtypes=(torch.float32,),
+)
+
+
+@pytest.fixture(params=["triton", "torch"])
+def path(request, device):
+    if request.param == "triton" and not _env.triton_runs_on(device.type):
+        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
+    with _env.using_impl(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("shape", CASE.shapes, ids=str)
+def test_exact(shape, path, device):
+    tensors = CASE.draw(shape, {}, torch.float32, device)
+    a, weights = tensors["a"], mm_int8int2.unpack_weights(tensors["b"])
+    assert torch.equal(mm_int8int2.matmul(**tensors).cpu(), a.cpu().int() @ weights.cpu().int())
+
+
+@pytest.mark.parametrize(
+    "check",
+    [properties.written, properties.repeatable, properties.traced],
+    ids=lambda f: f.__name__,
+)
+def test_kept(check, path, device):
+    check(CASE, CASE.shapes[0], {}, torch.float32, device)
+
+
+def test_strides(path, device):
+    a, b = CASE.draw(CASE.shapes[0], {}, torch.float32, device).values()
+    plain = mm_int8int2.matmul(a, b)
+    turned = mm_int8int2.matmul(a.t().contiguous().t(), b.t().contiguous().t())
+    assert torch.equal(plain, turned)
+    wide = torch.zeros(3, 11, dtype=torch.int8, device=device)
+    wide[:, 2:10] = a
+    assert torch.equal(plain, mm_int8int2.matmul(wide[:, 2:10], b))
+
+
+def test_named_operator(device):
+    if not _env.triton_runs_on(device.type):
+        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
+    tensors = CASE.draw(CASE.shapes[0], {}, torch.float32, device)
+    torch.library.opcheck(mm_int8int2.int8int2_matmul.operator, tuple(tensors.values()))
+
+
+def test_packing(device):
+    make = Maker(torch.float32, device)
+    weights = make.ids(3, 12, 5).to(torch.int8) - 1
+    kept = weights.clone()
+    packed = mm_int8int2.pack_weights(weights)
+    assert packed.shape == (3, 5)
+    assert packed.dtype == torch.uint8
+    assert torch.equal(mm_int8int2.unpack_weights(packed), weights)
+    assert torch.equal(weights, kept)
+    column = torch.tensor([-1, 0, 1, 1])  # bits 00, 01, 10, 10 from the lowest up
+    assert mm_int8int2.pack_weights(column).tolist() == [0b10100100]
+
+
+def test_bad_input_says_what_to_do():
+    with pytest.raises(ValueError, match="multiple of 4"):
+        mm_int8int2.pack_weights(torch.zeros(5, 2))
+    with pytest.raises(ValueError, match="got bits=4"):
+        mm_int8int2.unpack_weights(torch.zeros(5, 2, dtype=torch.uint8), bits=4)
+    with pytest.raises(ValueError, match="a must be int8"):
+        mm_int8int2.matmul(torch.zeros(2, 4), torch.zeros(1, 2, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"b \[K / 4, N\]"):
+        mm_int8int2.matmul(
+            torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2, 2, dtype=torch.uint8)
+        )
+
+
+@pytest.mark.plain
+def test_compiles_for_hopper(monkeypatch):
+    names = {torch.int8: "i8", torch.uint8: "u8"}
+    monkeypatch.setattr(test_offline_compile, "NAMES", {**test_offline_compile.NAMES, **names})
+    test_offline_compile._check(CASE, torch.float32, "cuda:90", monkeypatch)
