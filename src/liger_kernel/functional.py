@@ -13,22 +13,30 @@ from torch import Tensor
 from liger_kernel import _env
 from liger_kernel.ops import _op, _triton
 from liger_kernel.ops import cross_entropy as _cross_entropy
+from liger_kernel.ops import fused_add_rms_norm as _fused_add_rms_norm
 from liger_kernel.ops import fused_linear_cross_entropy as _fused_linear_cross_entropy
+from liger_kernel.ops import fused_linear_jsd as _fused_linear_jsd
 from liger_kernel.ops import geglu as _geglu
 from liger_kernel.ops import jsd as _jsd
 from liger_kernel.ops import kl_div as _kl_div
+from liger_kernel.ops import layer_norm as _layer_norm
 from liger_kernel.ops import rms_norm as _rms_norm
 from liger_kernel.ops import rope as _rope
+from liger_kernel.ops import softmax as _softmax
 from liger_kernel.ops import swiglu as _swiglu
 
 __all__ = [
     "cross_entropy",
+    "fused_add_rms_norm",
     "fused_linear_cross_entropy",
+    "fused_linear_jsd",
     "geglu",
     "jsd",
     "kl_div",
+    "layer_norm",
     "rms_norm",
     "rope",
+    "softmax",
     "swiglu",
 ]
 
@@ -69,6 +77,46 @@ def rms_norm(
     """
     chosen = _impl("rms_norm", impl, mode, backend)
     return _rms_norm.rms_norm(x, weight, eps, offset, casting_mode, impl=chosen)
+
+
+def fused_add_rms_norm(
+    X: Tensor,
+    R: Tensor,
+    W: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = False,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(Y, S): S = X + R in X's dtype, Y = RMSNorm of S. `in_place` is accepted and changes nothing."""
+    chosen = _impl("fused_add_rms_norm", impl, mode, backend)
+    return _fused_add_rms_norm.fused_add_rms_norm(X, R, W, eps, offset, casting_mode, impl=chosen)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """LayerNorm over the last dimension: (x - mean(x)) / std(x) * weight + bias, like x."""
+    chosen = _impl("layer_norm", impl, mode, backend)
+    return _layer_norm.layer_norm(x, weight, bias, eps, impl=chosen)
+
+
+def softmax(
+    x: Tensor, *, impl: str | None = None, mode: str | None = None, backend: str | None = None
+) -> Tensor:
+    """Softmax over the last dimension, like x, for rows of any width."""
+    return _softmax.softmax(x, impl=_impl("softmax", impl, mode, backend))
 
 
 def swiglu(
@@ -229,6 +277,34 @@ def kl_div(
     """KL(y_true || y_pred) of log-probabilities y_pred and probabilities y_true, in fp32."""
     chosen = _impl("kl_div", impl, mode, backend)
     return _kl_div.kl_div(y_pred, y_true, reduction, log_target, eps, impl=chosen)
+
+
+def fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Generalised JSD of a student's and a teacher's linear head without the logits, in fp32."""
+    return _fused_linear_jsd.fused_linear_jsd(
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        shift_labels,
+        jsd_beta,
+        ignore_index,
+        temperature,
+        impl=_impl("fused_linear_jsd", impl, mode, backend),
+    )
 
 
 def _outputs(result: "_cross_entropy.CrossEntropyOutput") -> _Outputs:

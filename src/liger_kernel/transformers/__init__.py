@@ -11,22 +11,47 @@ from liger_kernel import _aliases, _env
 
 # module -> the names it offers here
 _LAYERS = {
-    "divergence": "LigerJSD LigerKLDIVLoss LigerTVDLoss",
-    "loss": "LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss",
-    "mlp": (
-        "LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP "
-        "LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer"
+    "activation": "LigerDyT LigerPolyNorm LigerReLUSquared LigerSoftmax LigerSparsemax",
+    "attention": "LigerMultiTokenAttention",
+    "divergence": (
+        "LigerFusedCETVDLoss LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerJSD LigerKLDIVLoss "
+        "LigerTVDLoss"
     ),
-    "norm": ("LigerRMSNorm LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered"),
-    "rope": "liger_rotary_pos_emb",
+    "experts": "LigerExperts",
+    "loss": (
+        "LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss LigerVocabParallelCrossEntropy"
+    ),
+    "mhc": "LigerMHC",
+    "mlp": (
+        "LigerBlockSparseTop2MLP LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerMLP "
+        "LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer "
+        "LigerTiledGEGLUMLP LigerTiledSwiGLUMLP"
+    ),
+    "norm": (
+        "LigerFusedAddRMSNorm LigerGatedRMSNorm LigerLayerNorm LigerModulatedRMSNorm LigerRMSNorm "
+        "LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered"
+    ),
+    "rope": (
+        "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb liger_rotary_pos_emb"
+    ),
 }
 _HOME = {name: module for module, names in _LAYERS.items() for name in names.split()}
 _AUTO_MODEL = "AutoLigerKernelForCausalLM"
-_FILES = ["auto_model", "fsdp", "functional", "grpo_loss", "model", "monkey_patch", "patch"]
+_FILES = [
+    "auto_model",
+    "embedding",
+    "fsdp",
+    "functional",
+    "group_norm",
+    "grpo_loss",
+    "model",
+    "monkey_patch",
+    "patch",
+]
 _SUBMODULES = {*_FILES, *_LAYERS} | {
     path.removeprefix("transformers.")
     for path in _aliases.TABLE
-    if path.startswith("transformers.")
+    if path.startswith("transformers.") and path.count(".") == 1
 }
 
 

@@ -6,7 +6,7 @@
     with liger_kernel.patched(model, rope=False):
         ...
 
-seams.py    the walk; norm.py, gated.py, activation.py, rotary.py, head.py, loss.py: one seam each
+seams.py    the walk; norm.py, gated.py, experts.py, activation.py, rotary.py, head.py, loss.py: one seam each
 probe.py    does a candidate compute what the class computes?
 rematerialise.py   activations rebuilt instead of kept
 promise.py  logits that meet the loss before they exist; chain.py: what may happen to them on the way

@@ -1,0 +1,238 @@
+"""The kernels of `fused_moe` as functions of tensors: tile sizes, how operands enter, grids."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernel import _env
+from liger_kernel.ops import _moe_kernels as kernels
+from liger_kernel.ops import _moe_sum_kernels as sums
+from liger_kernel.ops._dot import precision
+from liger_kernel.ops._moe_routing import Routing
+from liger_kernel.ops._op import dense
+from liger_kernel.ops._triton import block_of, cdiv, launch
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton, or one before 3.4
+    TensorDescriptor: Any = None
+
+
+class Tile(NamedTuple):
+    """`rows` x `columns` of a result, `depth` of the dimension that is summed over at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    per_sm: int
+
+    def meta(self) -> dict[str, int]:
+        return {
+            "BM": self.rows, "BN": self.columns, "BK": self.depth, "STAGES": self.stages, "num_warps": self.warps,
+        }  # fmt: skip
+
+    def grid(self, device: torch.device, tiles: int) -> tuple[int]:
+        """Programs that stay, at most one for each tile."""
+        return (min(tiles, _env.device_info(device).sm_count * self.per_sm),)
+
+
+class Plan(NamedTuple):
+    """Tiles of the four products. The first three share their rows, those of the routing's tiles."""
+
+    up: Tile
+    rows: Tile
+    gate: Tile
+    weight: Tile
+    precision: str
+    tma: bool
+
+
+# The columns of `up` count gate and up; a gathered operand of `weight` takes two stages more than its buffers.
+_HOPPER = (
+    Tile(128, 256, 64, 8, 3, 1),
+    Tile(128, 256, 64, 8, 3, 1),
+    Tile(128, 256, 64, 8, 3, 1),
+    Tile(128, 256, 64, 8, 5, 1),
+)
+_OTHER = (
+    Tile(128, 128, 32, 8, 3, 2),
+    Tile(128, 128, 32, 8, 3, 2),
+    Tile(128, 64, 32, 8, 3, 2),
+    Tile(128, 64, 32, 8, 4, 2),
+)
+_EXACT = (Tile(64, 64, 32, 4, 2, 2),) * 4
+_HOPPER_MEMORY = 200 << 10
+_GROUP = 16  # row tiles that share columns of a weight
+_BIAS_ROWS, _BIAS_BLOCK = 32, 128
+_COMBINED = 2048  # elements of a program
+_ROUTE_PAIRS, _ROUTE_BLOCK = 32, 128
+
+
+def plan_of(x: Tensor) -> Plan:
+    """By dtype and device, never by the number of tokens."""
+    info, exact = _env.device_info(x.device), precision(x.dtype)
+    if exact != "native":
+        return Plan(*_EXACT, precision=exact, tma=False)
+    hopper = info.capability >= 90 and info.shared_memory >= _HOPPER_MEMORY
+    tiles = _HOPPER if hopper else _OTHER
+    return Plan(*tiles, precision=exact, tma=hopper and TensorDescriptor is not None)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether tensor descriptors can describe x: one adjacent dimension, 16-byte base and other strides."""
+    wide = [s for s in x.stride() if s != 1]
+    unit = 16 // x.element_size()
+    whole = all(s % unit == 0 for s in wide) and x.data_ptr() % 16 == 0
+    return whole and len(wide) == x.dim() - 1 and x.numel() > 0
+
+
+def product_operands(
+    a: Tensor, gathered: bool, w: Tensor, tile: Tile, pair: str, plan: Plan
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rows `[R, K]` and a weight as `[E, N, K]` of any strides -> arguments (A, sA_row, W, strides e, k, n) and flags.
+
+    A weight without adjacent rows or columns is copied.
+    """
+    if 1 not in w.stride()[1:]:
+        w = w.contiguous()
+    s_e, s_n, s_k = w.stride()
+    k_major = s_k == 1
+    tma = plan.tma and _aligned(w) and (gathered or _aligned(a))
+    flags = {"TMA": tma, "K_MAJOR": k_major, "PRECISION": plan.precision, "GROUP": _GROUP}
+    rows, weight = a, w
+    if tma:
+        depth, columns = tile.depth, tile.columns
+        shaped = w if k_major else w.transpose(1, 2)
+        block = [1, columns, depth] if k_major else [1, depth, columns]
+        if pair == "halves":  # one dimension more, of size 2, for gate and up
+            n = 1 if k_major else 2
+            shaped = shaped.unflatten(n, (2, shaped.shape[n] // 2))
+            block[n : n + 1] = [2, columns // 2]
+        weight = TensorDescriptor.from_tensor(shaped, block)
+        rows = a if gathered else TensorDescriptor.from_tensor(a, [tile.rows, depth])
+    return (rows, a.stride(0), weight, s_e, s_k, s_n), flags
+
+
+class Gate(NamedTuple):
+    """What the kernels are told of the activation: scalars, and flags."""
+
+    activation: str
+    interleaved: bool
+    limit: float | None
+    alpha: float
+    shift: float
+
+    def scalars(self) -> tuple[float, float, float]:
+        return self.alpha, self.limit or 0.0, self.shift
+
+    def flags(self) -> dict[str, Any]:
+        pair = "interleaved" if self.interleaved else "halves"
+        return {"PAIR": pair, "ACT": self.activation, "CLAMP": self.limit is not None}
+
+
+def up_product(
+    x: Tensor, w: Tensor, bias: Tensor | None, routing: Routing, plan: Plan, gate: Gate, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """-> activation `[S, I]`, gate and up `[S, 2I]` (empty unless they are kept)."""
+    pairs, n, tile = routing.pair.shape[0], w.shape[1] // 2, plan.up
+    y = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
+    both = torch.empty((pairs, 2 * n) if keep else 0, dtype=x.dtype, device=x.device)
+    flags = gate.flags()
+    operands, how = product_operands(x, True, w, tile, flags["PAIR"], plan)
+    n_blocks = cdiv(n, tile.columns // 2)
+    launch(
+        kernels.up_kernel, tile.grid(x.device, routing.tiles.shape[0] * n_blocks), x.device, y, both, *operands,
+        x if bias is None else dense(bias), routing.token, routing.tiles, routing.n_tiles, x.shape[1], n, n_blocks,
+        *gate.scalars(), **flags, HAS_BIAS=bias is not None, KEEP=keep, **how, **tile.meta(),
+    )  # fmt: skip
+    return y, both
+
+
+def rows_product(a: Tensor, w: Tensor, bias: Tensor | None, routing: Routing, plan: Plan) -> Tensor:
+    """Sorted rows `[S, K]` times the weights `[E, N, K]` of their experts -> `[S, N]`."""
+    n, tile = w.shape[1], plan.rows
+    y = torch.empty((a.shape[0], n), dtype=a.dtype, device=a.device)
+    operands, how = product_operands(a, False, w, tile, "none", plan)
+    n_blocks = cdiv(n, tile.columns)
+    launch(
+        kernels.rows_kernel, tile.grid(a.device, routing.tiles.shape[0] * n_blocks), a.device, y, *operands,
+        a if bias is None else dense(bias), routing.tiles, routing.n_tiles, a.shape[1], n, n_blocks,
+        HAS_BIAS=bias is not None, **how, **tile.meta(),
+    )  # fmt: skip
+    return y
+
+
+def gate_backward(
+    dy: Tensor, w: Tensor, both: Tensor, weights: Tensor, routing: Routing, plan: Plan, gate: Gate,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> d(gate, up) `[S, 2I]`, r a `[S, I]`, parts of dr `[blocks, S]`; what is not needed is empty."""
+    pairs, n, tile = both.shape[0], w.shape[1], plan.gate
+    n_blocks = cdiv(n, tile.columns)
+    new: dict[str, Any] = {"dtype": dy.dtype, "device": dy.device}
+    dboth = torch.empty((pairs, 2 * n) if needs[0] else 0, **new)
+    weighted = torch.empty((pairs, n) if needs[1] else 0, **new)
+    parts = dy.new_empty((n_blocks, pairs) if needs[2] else 0, dtype=torch.float32)
+    operands, how = product_operands(dy, True, w, tile, "none", plan)
+    launch(
+        kernels.gate_backward_kernel, tile.grid(dy.device, routing.tiles.shape[0] * n_blocks), dy.device,
+        dboth, weighted, parts, *operands, both, weights, routing.pair, routing.token, routing.tiles, routing.n_tiles,
+        pairs, dy.shape[1], n, n_blocks, *gate.scalars(), **gate.flags(),
+        NEED_BOTH=needs[0], NEED_WEIGHTED=needs[1], NEED_ROUTE=needs[2], **how, **tile.meta(),
+    )  # fmt: skip
+    return dboth, weighted, parts
+
+
+def weight_grad(dw: Tensor, p: Tensor, q: Tensor, routing: Routing, plan: Plan) -> None:
+    """dw `[E, M, N]`, any strides: sum over an expert's rows of p[row]^T q[token of row]."""
+    (n_experts, m, n), tile = dw.shape, plan.weight
+    m_blocks, n_blocks = cdiv(m, tile.rows), cdiv(n, tile.columns)
+    launch(
+        kernels.weight_grad_kernel, tile.grid(q.device, n_experts * m_blocks * n_blocks), q.device, dw, *dw.stride(),
+        p, q, q.stride(0), routing.token, routing.offsets, n_experts, m, n, m_blocks, n_blocks,
+        PRECISION=plan.precision, **tile.meta(),
+    )  # fmt: skip
+
+
+def bias_grad(p: Tensor, weights: Tensor | None, routing: Routing, bias: Tensor) -> Tensor:
+    """Sum over an expert's rows of p[row]; given routing weights, of r p[token of row]."""
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    grid = (bias.shape[0], cdiv(bias.shape[1], _BIAS_BLOCK))
+    launch(
+        sums.bias_grad_kernel, grid, p.device, dbias, p, p.stride(0), p if weights is None else weights,
+        routing.pair, routing.token, routing.offsets, bias.shape[1],
+        GATHER=weights is not None, ROWS=_BIAS_ROWS, BLOCK=_BIAS_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return dbias
+
+
+def combine(y: Tensor, weights: Tensor | None, routing: Routing, tokens: int) -> Tensor:
+    """`[S, H]` rows -> `[T, H]`, the rows of a token added; given routing weights, weighted by them."""
+    width, pairs = y.shape[1], routing.position.shape[0]
+    out = torch.empty((tokens, width), dtype=y.dtype, device=y.device)
+    block = min(block_of(width), _COMBINED)
+    many = _COMBINED // block
+    launch(
+        sums.combine_kernel, (cdiv(tokens, many), cdiv(width, block)), y.device, out, y,
+        y if weights is None else weights, routing.position, tokens, width,
+        K=pairs // max(tokens, 1), HAS_ROUTE=weights is not None, TOKENS=many, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def route_grad(
+    parts: Tensor, dy: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, routing: Routing
+) -> Tensor:
+    """dr `[T, K]` from its parts, and dy times the bias of the second product."""
+    dweights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
+    n_parts, pairs = parts.shape
+    launch(
+        sums.route_grad_kernel, (cdiv(pairs, _ROUTE_PAIRS),), dy.device, dweights, parts, routing.position,
+        dense(index), dy, dy.stride(0), dy if bias is None else dense(bias), pairs, n_parts, dy.shape[1],
+        weights.shape[1], HAS_BIAS=bias is not None, PAIRS=_ROUTE_PAIRS, BLOCKS=block_of(n_parts),
+        BLOCK=_ROUTE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return dweights
