@@ -94,7 +94,10 @@ def test_ctrl_c_keeps_what_ran(tiny, tmp_path):
     out, screen = tmp_path / "out", tmp_path / "stderr.txt"
     with screen.open("w") as stderr:
         start = {**_command(tiny, out, "--steps=1000", "--batch=1"), "stderr": stderr}
-        process = subprocess.Popen(**start)
+        # a shell's background job, as these tests may be, ignores the signal, and so would its children
+        process = subprocess.Popen(
+            **start, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        )
         try:
             _wait_for(lambda: ", loss " in screen.read_text(), 120)
             workers = psutil.Process(process.pid).children(recursive=True)

@@ -15,7 +15,7 @@ from liger_kernel.ops._op import Cost
 
 _HEAD = {
     "shapes": {"A": (8192, 4096, 128256)},
-    "tiny": (64, 64, 1024),
+    "tiny": (16, 64, 1024),
     "modes": (BOTH,),  # ours makes the gradient in forward: the parts are not comparable
     "clock": "wall",
 }
@@ -217,7 +217,7 @@ ROWS = [
         grads=("student_logits",),
         eager=lambda _: _ce_tvd_eager,
         shapes={"4096x128256": (4096, 128256)},
-        tiny=(64, 1024),
+        tiny=(16, 1024),
         quick=("4096x128256",),
         modes=(FORWARD, BOTH),
     ),

@@ -75,7 +75,7 @@ def backward_kernel(
     lane = tl.arange(0, BLOCK)
     m_col = lane < size
     cols = group * size + lane
-    dw = tl.zeros((BLOCK,), tl.float32)
+    dw = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over rows at the end: no exchange between warps in the loop
     first = pid * rows_per_program
     last = tl.minimum(first + rows_per_program, n_rows)
     RSTD += row_base(group, n_rows)
@@ -93,7 +93,7 @@ def backward_kernel(
         rounded = _rounded(n, DY, LLAMA)
         du = dy if GATE_FIRST else dy * a
         if NEED_DW:
-            dw += tl.sum(du * rounded, axis=0)
+            dw += du * rounded
         g = du * w
         at = row_base(row, n_cols)[:, None] + cols[None, :]
         if NEED_DX or GATE_FIRST:
@@ -106,4 +106,4 @@ def backward_kernel(
             dz = dz * slope
             tl.store(DZ + at, dz.to(DZ.dtype.element_ty), mask=mask)
     if NEED_DW:
-        tl.store(DWP + row_base(pid, n_cols) + cols, dw, mask=m_col)
+        tl.store(DWP + row_base(pid, n_cols) + cols, tl.sum(dw, axis=0), mask=m_col)
