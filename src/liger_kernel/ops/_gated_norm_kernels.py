@@ -75,7 +75,9 @@ def backward_kernel(
     lane = tl.arange(0, BLOCK)
     m_col = lane < size
     cols = group * size + lane
-    dw = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over rows at the end: no exchange between warps in the loop
+    dw = tl.zeros(
+        (ROWS, BLOCK), tl.float32
+    )  # summed over rows at the end: no exchange between warps in the loop
     first = pid * rows_per_program
     last = tl.minimum(first + rows_per_program, n_rows)
     RSTD += row_base(group, n_rows)
