@@ -162,9 +162,9 @@ def _fits(module: nn.Module, recipe: Recipe, general: bool) -> bool:
 
     def model(dtype: torch.dtype) -> nn.Module:
         new = probe.twin(module, sizes, {}, general)
-        for name, child in module._modules.items():
+        for name, child in module.named_children():
             dropout = general and isinstance(child, nn.Dropout)
-            new._modules[name] = nn.Dropout(0.5) if dropout else child
+            new._modules[name] = nn.Dropout(0.5) if dropout else probe.bare(child)
         for name, weight in weights.items():
             new._modules[name] = probe.linear(probe.cast(weight, dtype))
         return new

@@ -6,6 +6,7 @@ inputs, in fp32 and in bf16, with rows from 0.01 to 30 so that an eps, a clamp o
 """
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,6 +91,17 @@ def _is_shape(value: Any) -> bool:
 
 def _linear(child: nn.Module) -> bool:
     return hasattr(child, "in_features")
+
+
+def bare(child: nn.Module) -> nn.Module:
+    """The child with the same contents but without hooks: a probe is nobody's forward."""
+    new = copy.copy(child)
+    for name, value in vars(child).items():
+        if name.endswith("_hooks") or "_hooks_" in name:
+            new.__dict__[name] = type(value)()
+    for name in ("forward", "_hf_hook", "_old_forward"):
+        new.__dict__.pop(name, None)
+    return new
 
 
 def twin(
