@@ -90,8 +90,8 @@ def _listen(ends: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
 
 
 def _last_words(process: Any, stack: Path, late: bool, timeout: float) -> str:
+    process.join(_GRACE / 2)  # its pipe ends a moment before it does
     if not process.is_alive():
-        process.join()
         return f"died with exit code {process.exitcode}"
     os.kill(process.pid, signal.SIGUSR1)  # see `_rank`: it writes down where it is
     time.sleep(_GRACE / 4)
