@@ -28,3 +28,12 @@ def fresh_impl():
     _env.refresh()
     yield
     _env.refresh()
+
+
+@pytest.fixture(params=["triton", "torch"])
+def path(request, device):
+    """The Triton path, where there is one, and the torch path."""
+    if request.param == "triton" and not _env.triton_runs_on(device.type):
+        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
+    with _env.using_impl(request.param):
+        yield request.param

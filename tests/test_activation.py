@@ -25,14 +25,6 @@ from liger_kernel.transformers.group_norm import LigerGroupNorm
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 @pytest.fixture
 def kernels(device):
     if not _env.triton_runs_on(device.type):

@@ -17,21 +17,16 @@ from liger_kernel.testing.tolerance import assert_close_to_truth
 from liger_kernel.transformers.loss import LigerCrossEntropyLoss
 
 # The interpreter computes with numpy, which warns where hardware quietly makes an infinity or a NaN.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(invalid value|divide by zero|overflow|All-NaN):RuntimeWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:(invalid value|divide by zero|overflow|All-NaN):RuntimeWarning"
+    ),
+    pytest.mark.usefixtures("path"),
+]
 WIDTHS = [
     33,
     40009,
 ]  # a row in registers, a row in two passes; both with columns past a multiple of 16
-
-
-@pytest.fixture(params=["triton", "torch"], autouse=True)
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
 
 
 def _draw(device, rows, width, seed=0, scale=3.0):

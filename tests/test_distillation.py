@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_kernel import _env, chunked_loss, functional
+from liger_kernel import chunked_loss, functional
 from liger_kernel.bench.memory import PeakMemory
 from liger_kernel.chunked_loss import functional as chunked_functional
 from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
@@ -22,20 +22,13 @@ from liger_kernel.transformers import (
 )
 
 # The interpreter computes with numpy, which warns where hardware quietly makes an infinity or a NaN.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(invalid value|divide by zero|overflow):RuntimeWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning"),
+    pytest.mark.usefixtures("path"),
+]
 KINDS = ["kl", "reverse_kl", "jsd", "tvd", "cosine"]
 NONE, INF, IGNORE = float("-inf"), float("inf"), -100
 N, H, T_H, V = 4, 3, 2, 6
-
-
-@pytest.fixture(params=["triton", "torch"], autouse=True)
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
 
 
 def _batch(device, classes=V, seed=0):

@@ -21,17 +21,10 @@ from liger_kernel.transformers import functional as liger_functional
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning"),  # torch's own
+    pytest.mark.usefixtures("path"),
 ]
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 NONE, INF = float("-inf"), float("inf")
-
-
-@pytest.fixture(params=["triton", "torch"], autouse=True)
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
 
 
 def _log_probs(device, rows, width, seed=0, scale=3.0):

@@ -10,14 +10,6 @@ from liger_kernel.ops.embedding import LigerEmbeddingFunction, embedding
 from liger_kernel.transformers.embedding import LigerEmbedding
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 @pytest.mark.parametrize("ids", [[1] * 61, [0] * 3 + [2] * 50 + [3] * 8, [3, 1, 2] * 20], ids=len)
 def test_runs_over_many_cuts(ids, device, monkeypatch):
     if not _env.triton_runs_on(device.type):

@@ -25,14 +25,6 @@ KINDS = [*product(CLIPPED, ("token", "sequence"), (None, 1.5))] + [
 ]
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 def _batch(device, dtype=torch.float32, seed=0):
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(B, L + 1, V, generator=g)

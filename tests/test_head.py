@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_kernel import _env
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_kernel.ops.head import plan
 from liger_kernel.ops.head.plan import MAX_CHUNKS, resolve_budget
@@ -69,14 +68,6 @@ def test_budget_nonsense_is_refused(asked):
 def test_budget_from_the_environment(monkeypatch):
     monkeypatch.setenv("LIGER_KERNEL_MEMORY_BUDGET", "3M")
     assert resolve_budget(None, torch.device("cpu")) == 3 * MIB
-
-
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
 
 
 def test_ignored_tokens_never_reach_a_product(path, device):

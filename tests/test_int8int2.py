@@ -30,14 +30,6 @@ CASE = Case(
 )
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 @pytest.mark.parametrize("shape", CASE.shapes, ids=str)
 def test_exact(shape, path, device):
     tensors = CASE.draw(shape, {}, torch.float32, device)

@@ -21,14 +21,6 @@ from liger_kernel.ops.head.plan import plan
 SLACK = 64 << 10  # rounding of the allocator, per-program partial sums of a small problem
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 def _size(*tensors):
     return sum(t.numel() * t.element_size() for t in tensors)
 

@@ -81,14 +81,6 @@ PAIRS = {
 }
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 def outcome(layer, x):
     """Output and the gradients of the input and of every parameter."""
     x = x.detach().requires_grad_()

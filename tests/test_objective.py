@@ -16,14 +16,6 @@ from liger_kernel.ops.head.shard import VocabShard
 SEQUENCES, LENGTH, WIDTH, VOCAB = 5, 24, 8, 37
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 def _batch(device, mask="random"):
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(SEQUENCES, LENGTH, WIDTH, generator=g).to(device).requires_grad_()

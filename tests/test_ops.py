@@ -41,14 +41,6 @@ def _small_points():
             yield pytest.param(case, shape, options, id=f"{case.name}-{_id(shape)}-{_id(options)}")
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_id)
 @pytest.mark.parametrize(("case", "shape", "options"), list(_points()))
 def test_accurate(case, shape, options, dtype, path, device):

@@ -33,14 +33,6 @@ from liger_kernel.transformers.rope import (
 B, S, D = 2, 5, 16
 
 
-@pytest.fixture(params=["triton", "torch"])
-def path(request, device):
-    if request.param == "triton" and not _env.triton_runs_on(device.type):
-        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
-    with _env.using_impl(request.param):
-        yield request.param
-
-
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def make(request, device):
     return Maker(request.param, device)

@@ -20,8 +20,8 @@ from liger_kernel.chunked_loss.preference import check_chunk_size
 from liger_kernel.ops._op import choice, first_order, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Wanted, run
-from liger_kernel.ops.head.pair import check_student, check_teacher
-from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.pair import check_teacher
+from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.linear_distillation import logits_of
 
@@ -175,7 +175,7 @@ class LigerFusedLinearDistillationBase:
             teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach(), o.teacher_pre_scale,
             o.teacher_softcap, o.teacher_post_scale,
         )  # fmt: skip
-        hidden = check_student(name, student_input, target, student, ignore_index, classes=True)
+        hidden = check_head(name, student_input, target, student, ignore_index, classes=True)
         t_hidden = check_teacher(name, teacher_input, hidden, teacher).detach()
         require(
             teacher_weight.shape[0] >= student_weight.shape[0],

@@ -26,7 +26,7 @@ from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, is_dtenso
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head.cross_entropy import objective_cross_entropy
-from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
+from liger_kernel.ops.head.engine import Wanted, part, placed, run, valid_tokens
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 
@@ -102,11 +102,9 @@ def head_cross_entropy(
     def per_row(
         logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
     ) -> Any:
-        def part(of: Tensor) -> Tensor:
-            return of[start:stop] if index is None else of.index_select(0, index)
-
+        place = start, stop, index
         return rows(
-            logits, part(labels), ce_weight, scales, None if each is None else part(each), out, V=vocab,
+            logits, part(labels, *place), ce_weight, scales, None if each is None else part(each, *place), out, V=vocab,
             ignore_index=ignore_index, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale,
             pre_scale=pre_scale, softcap=softcap, post_scale=post_scale, token_scaling=token_scaling,
             weight_sum=weight_sum, want_argmax=want_accuracy or want_prediction,
@@ -120,9 +118,7 @@ def head_cross_entropy(
     def gathered(name: str, absent: float = 0) -> Tensor:
         parts = [getattr(stats, name) for stats in found]
         values = torch.cat(parts) if parts else hidden.new_empty(0, dtype=wide)
-        if keep is None:
-            return values
-        return values.new_full((n,), absent).index_copy_(0, keep, values)
+        return placed(values, keep, n, absent)
 
     def reduced(each: Tensor, wanted: bool) -> Tensor:
         if not wanted:

@@ -19,8 +19,8 @@ from liger_kernel.ops import linear_distillation as general
 from liger_kernel.ops._head_pair import PairLoss
 from liger_kernel.ops._op import choice, require
 from liger_kernel.ops._scale import scale_
-from liger_kernel.ops.head.pair import PairOptions, check_student, check_teacher, pair_op
-from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.pair import PairOptions, check_teacher, pair_op
+from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 
 # 1 reference
@@ -80,7 +80,7 @@ def fused_linear_jsd(
     choice(name, "reduction", reduction, ("batchmean", "sum"))
     require(0.0 <= jsd_beta <= 1.0, f"{name}: jsd_beta must lie in [0, 1]; got {jsd_beta}.")
     head = HeadParams(student_weight, student_bias, pre_scale, softcap, post_scale, temperature)
-    hidden = check_student(name, student_input, shift_labels, head, ignore_index, classes=False)
+    hidden = check_head(name, student_input, shift_labels, head, ignore_index, classes=False)
     teacher = HeadParams(
         teacher_weight, teacher_bias, teacher_pre_scale, teacher_softcap, teacher_post_scale
     )

@@ -19,8 +19,8 @@ from torch import Tensor
 from liger_kernel.ops._head_pair import PairLoss
 from liger_kernel.ops._op import choice, require
 from liger_kernel.ops._scale import scale_
-from liger_kernel.ops.head.pair import PairOptions, check_student, pair_op
-from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.pair import PairOptions, pair_op
+from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.kl_div import divergence
 from liger_kernel.ops.linear_distillation import logits_of
@@ -86,7 +86,7 @@ def fused_linear_kl_div(
     choice(name, "reduction", reduction, REDUCTIONS)
     require(eps >= 0.0, f"{name}: eps must not be negative; got {eps}.")
     head = HeadParams(student_weight, bias, pre_scale, softcap, post_scale, temperature)
-    hidden = check_student(name, student_input, shift_labels, head, ignore_index, classes=False)
+    hidden = check_head(name, student_input, shift_labels, head, ignore_index, classes=False)
     vocab, n = student_weight.shape[0], hidden.shape[:-1].numel()
     require(
         target.is_floating_point() and target.dim() >= 1 and target.shape[-1] == vocab

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from liger_kernel.ops._head_pair import FORMS, PairLoss
 from liger_kernel.ops._op import choice, compute_dtype, require
-from liger_kernel.ops.head.pair import PairOptions, check_student, check_teacher, pair_op
-from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.pair import PairOptions, check_teacher, pair_op
+from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.jsd import _elements as jsd_elements
 
@@ -210,7 +210,7 @@ def linear_distillation(
     )
     want_hard = bool(weight_hard) or return_hard
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
-    hidden = check_student(name, hidden, targets, head, ignore_index, want_hard)
+    hidden = check_head(name, hidden, targets, head, ignore_index, want_hard)
     t_head = None
     if teacher_weight is not None:
         t_head = HeadParams(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
-from liger_kernel.ops.head.engine import Gradients, Wanted, run, valid_tokens
+from liger_kernel.ops.head.engine import Gradients, Wanted, part, placed, run, valid_tokens
 from liger_kernel.ops.head.logits import form_of
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
@@ -83,17 +83,15 @@ def _pass(
     def per_row(
         logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None, shift: Tensor | None = None
     ) -> Any:  # fmt: skip
-        def part(of: Tensor) -> Tensor:
-            return of[start:stop] if index is None else of.index_select(0, index)
-
-        y = part(labels)
+        place = start, stop, index
+        y = part(labels, *place)
         entropy = want_entropy if upstream is None else upstream[1] is not None
         stats = math.stats(logits, y, shift, entropy=entropy, argmax=want_argmax)
         columns = None if ids is None else math.columns(logits, ids, shift)
         if upstream is None:
             return stats, None if columns is None else columns[0] - stats.lse[:, None]
         assert out is not None
-        a, b, s = (None if g is None else part(g) for g in upstream)
+        a, b, s = (None if g is None else part(g, *place) for g in upstream)
         a = stats.logp.new_zeros(y.shape) if a is None else a
         if ids is None or columns is None or s is None:
             math.gradient(out, logits, y, stats, a, a, b, None, shift)
@@ -148,12 +146,7 @@ def linear_logprob_forward(
     )  # fmt: skip
 
     def gathered(parts: list[Tensor], absent: float = 0) -> Tensor:
-        values = torch.cat(parts)
-        if keep is None:
-            return values
-        return values.new_full((labels.shape[0], *values.shape[1:]), absent).index_copy_(
-            0, keep, values
-        )
+        return placed(torch.cat(parts), keep, labels.shape[0], absent)
 
     stats = [s for s, _ in found] or [_empty_stats(hidden)]
     logp = gathered([s.logp for s in stats]).view(target.shape)

@@ -33,7 +33,7 @@ from liger_kernel.ops import sparsemax
 from liger_kernel.ops._device import exp, row_base
 from liger_kernel.ops._op import Cost, Op, compute_dtype, dense, first_order, named, require, rows
 from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
-from liger_kernel.ops.sparsemax import _threshold
+from liger_kernel.ops.sparsemax import threshold
 
 _MAX_BLOCK = 32768  # columns a program holds in registers
 
@@ -80,7 +80,7 @@ def _normalise_kernel(
     z = tl.where(past, s, float("-inf"))
     z = z - tl.max(z, axis=1)[:, None]
     if SPARSE:
-        tau, _ = _threshold(z, length)
+        tau, _ = threshold(z, length)
         p = tl.maximum(z - tau[:, None], 0.0)
     else:
         e = exp(z)

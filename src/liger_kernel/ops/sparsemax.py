@@ -60,7 +60,7 @@ def reference(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _threshold(z, n_cols):
+def threshold(z, n_cols):
     """tau of rows z with maximum 0, and the size of the set it comes from. NaN is in every set and makes tau NaN."""
     tau = tl.max(z, axis=1) * 0.0 - 1.0
     size = tau * 0.0 + n_cols + 1.0
@@ -85,7 +85,7 @@ def _forward_kernel(
     x = tl.load(at_x, mask=m_row & m_col, other=0.0).to(tl.float32)
     x = tl.where(m_col, x, float("-inf"))
     z = x - tl.max(x, axis=1)[:, None]
-    tau = _threshold(z, n_cols)[0][:, None]
+    tau = threshold(z, n_cols)[0][:, None]
     y = tl.where(z <= tau, 0.0, z - tau)
     at_y = Y + row_base(row, n_cols)[:, None] + cols[None, :]
     tl.store(at_y, y.to(Y.dtype.element_ty), mask=m_row & m_col)
@@ -103,7 +103,7 @@ def _forward_wide_kernel(Y, X, sX_row, n_cols, BLOCK: tl.constexpr):
         x = tl.load(X + start + lane, mask=m_col, other=float("-inf")).to(tl.float32)
         tops = tl.maximum(tops, x)
     top = tl.max(tops, axis=0)
-    taus, sizes = _threshold((tops - top)[None, :], n_cols)
+    taus, sizes = threshold((tops - top)[None, :], n_cols)
     tau, seen, size = tl.max(taus, axis=0), tl.max(sizes, axis=0), n_cols + 1.0
     moving = 1
     while moving > 0:

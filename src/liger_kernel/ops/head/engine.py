@@ -65,13 +65,30 @@ def valid_tokens(target: Tensor, ignore_index: int, num_valid: int | None) -> Te
     return None if kept.numel() > _WORTH_DROPPING * n else kept
 
 
+def alignment(device: torch.device) -> int:
+    """Elements at whose multiples rows of logits start."""
+    # On a CPU unpadded: torch.mm of bf16 reads the padding there (2.13, AMX), and NaN in it spoils the product.
+    return 1 if device.type == "cpu" else 64
+
+
+def part(of: Tensor, start: int, stop: int, index: Tensor | None) -> Tensor:
+    """The rows of a chunk, as `run` hands its place to `per_row`."""
+    return of[start:stop] if index is None else of.index_select(0, index)
+
+
+def placed(values: Tensor, keep: Tensor | None, n: int, absent: float = 0) -> Tensor:
+    """Values of the kept tokens at their places among all n; `absent` for the dropped ones."""
+    if keep is None:
+        return values
+    return values.new_full((n, *values.shape[1:]), absent).index_copy_(0, keep, values)
+
+
 def plan_for(hidden: Tensor, head: HeadParams, tokens: int, budget: int, dropped: bool) -> Plan:
     """The plan for `tokens` rows of hidden `[*, H]` through `head`; dropped: they are picked out of more."""
-    # On a CPU unpadded: torch.mm of bf16 reads the padding there (2.13, AMX), and NaN in it spoils the product.
-    align = 1 if hidden.device.type == "cpu" else 64
     own, width = head.weight.shape
     vocab = own if head.shard is None else head.shard.most  # the same chunks on every rank
     itemsize = hidden.element_size() + 4 * (head.logits == "float32")
+    align = alignment(hidden.device)
     return plan(tokens, vocab, width, itemsize, budget, gather=dropped, align=align)
 
 
@@ -105,10 +122,8 @@ def run(
     with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
         for start, stop in todo.slices() if cuts is None else cuts:
             index = None if keep is None else keep[start:stop]
-            x = h[start:stop] if index is None else h.index_select(0, index)
-            y = targets
-            if y is not None:
-                y = y[start:stop] if index is None else y.index_select(0, index)
+            x = part(h, start, stop, index)
+            y = None if targets is None else part(targets, start, stop, index)
             logits, dz, shift = logits_of(x, y)
             more = () if shift is None else (shift,)
             found.append(per_row(logits, start, stop, index, dz if wanted.any else None, *more))
@@ -132,9 +147,8 @@ class _Sums:
         self.dh = make(h.shape, dtype=h.dtype, device=device) if wanted.hidden else None
         start = torch.empty if todo.tokens else torch.zeros
         self.dw = start(shape, dtype=wide, device=device) if wanted.weight else None
-        self.db = torch.zeros(shape[0], dtype=torch.float32, device=device) if wanted.bias else None
-        if h.dtype == torch.float64 and self.db is not None:
-            self.db = self.db.double()
+        exact = compute_dtype(h)
+        self.db = torch.zeros(shape[0], dtype=exact, device=device) if wanted.bias else None
         self.on_the_way: tuple[Any, Tensor, Tensor | slice] | None = None
 
     def add(self, dz: Tensor, x: Tensor, start: int, stop: int, index: Tensor | None) -> None:
@@ -153,21 +167,21 @@ class _Sums:
     def _send(self, dz: Tensor, place: Tensor | slice) -> None:
         """Sum this slice's part of dh over the group in fp32, while dW is made."""
         self._receive()
-        wide = torch.float32 if _env.mixed_products(dz.device) else dz.dtype
-        if wide == dz.dtype:
-            part = torch.mm(dz, self.cast.weight).to(compute_dtype(dz))
+        wide = compute_dtype(dz)
+        if wide != dz.dtype and _env.mixed_products(dz.device):
+            share = torch.mm(dz, self.cast.weight, out_dtype=wide)
         else:
-            part = torch.mm(dz, self.cast.weight, out_dtype=wide)
+            share = torch.mm(dz, self.cast.weight).to(wide)
         group = self.cast.shard.process_group  # type: ignore[union-attr]
-        work = torch.distributed.all_reduce(part, group=group, async_op=True)
-        self.on_the_way = work, part, place
+        work = torch.distributed.all_reduce(share, group=group, async_op=True)
+        self.on_the_way = work, share, place
 
     def _receive(self) -> None:
         if self.on_the_way is None or self.dh is None:
             return
-        work, part, place = self.on_the_way
+        work, share, place = self.on_the_way
         work.wait()
-        self.dh[place] = part.to(self.dh.dtype)
+        self.dh[place] = share.to(self.dh.dtype)
         self.on_the_way = None
 
     def finish(self) -> Gradients:

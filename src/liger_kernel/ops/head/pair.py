@@ -20,11 +20,12 @@ from torch import Tensor
 from liger_kernel.ops._head_pair import PairLoss, Transform, pair_rows
 from liger_kernel.ops._head_pair_torch import pair_rows_torch, top_k_rows_torch
 from liger_kernel.ops._head_top_k import top_k_rows
-from liger_kernel.ops._labels import check_labels
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require, rows
 from liger_kernel.ops._scale import scale_
-from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
-from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.engine import Wanted, alignment, part, run, valid_tokens
+from liger_kernel.ops.head.logits import Logits
+from liger_kernel.ops.head.params import HeadParams, autocast
+from liger_kernel.ops.head.plan import padded
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def head_pair(
     def per_row(
         logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
     ) -> Tensor:
-        y = None
-        if labels is not None:
-            y = labels[start:stop] if index is None else labels.index_select(0, index)
+        y = None if labels is None else part(labels, start, stop, index)
         return source.losses(loss, logits, y, scale, out, start, stop, index)
 
     found, grads = run(
@@ -145,7 +144,7 @@ class _Source:
         self.given = None if given is None else rows(given)
         self.ids = None if ids is None else rows(ids)
         self.kernels = kernels
-        self.buffer: Tensor | None = None
+        self.logits: Logits | None = None
         if hidden is not None and weight is not None:
             self.hidden = rows(hidden)
             self.weight = weight.to(hidden.dtype)
@@ -186,15 +185,12 @@ class _Source:
 
     def _product(self, start: int, stop: int, index: Tensor | None) -> Tensor:
         """The teacher's logits of a chunk, in a buffer padded like the student's."""
-        h = self.hidden[start:stop] if index is None else self.hidden.index_select(0, index)
-        width = self.weight.shape[0]
-        if self.buffer is None:  # the first chunk is the longest
-            unit = 1 if h.device.type == "cpu" else 64  # as the engine's
-            self.buffer = h.new_empty(stop - start, -(-width // unit) * unit)
-        out = self.buffer[: stop - start, :width]
-        if self.bias is None:
-            return torch.mm(h, self.weight.t(), out=out)
-        return torch.addmm(self.bias, h, self.weight.t(), out=out)
+        if self.logits is None:  # the first chunk is the longest
+            stride = padded(self.weight.shape[0], alignment(self.weight.device))
+            self.logits = Logits(
+                self.weight, self.bias, "same", stop - start, stride, gradient=False
+            )
+        return self.logits(part(self.hidden, start, stop, index), None)[0]
 
 
 # 2 autograd
@@ -273,32 +269,8 @@ def _cost(
 # 3 checks
 
 
-def check_student(
-    op: str,
-    hidden: Tensor,
-    targets: Tensor | None,
-    head: HeadParams,
-    ignore_index: int,
-    classes: bool,
-) -> Tensor:
-    """ValueError for a head or labels that do not fit; -> hidden, in autocast's dtype where that is on.
-
-    classes: the labels are used as classes, not only to say which tokens count.
-    """
-    head.check(hidden, op)
-    if targets is not None:
-        require(
-            targets.numel() == hidden.shape[:-1].numel(),
-            f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got "
-            f"{list(targets.shape)}.",
-        )
-        if classes:
-            check_labels(op, targets, head.weight.shape[0], ignore_index)
-    return autocast(hidden)
-
-
 def check_teacher(op: str, hidden: Tensor, student: Tensor, head: HeadParams) -> Tensor:
-    """ValueError unless this is a teacher of the same tokens; -> its hidden states, as `check_student`."""
+    """ValueError unless this is a teacher of the same tokens; -> its hidden states, as `check_head`."""
     head.check(hidden, f"{op}, teacher")
     require(
         hidden.shape[:-1].numel() == student.shape[:-1].numel(),
@@ -306,9 +278,3 @@ def check_teacher(op: str, hidden: Tensor, student: Tensor, head: HeadParams) ->
         f"{list(student.shape)}.",
     )
     return autocast(hidden)
-
-
-def autocast(x: Tensor) -> Tensor:
-    """x in autocast's dtype where that is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

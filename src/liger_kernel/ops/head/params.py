@@ -72,14 +72,25 @@ class HeadParams:
 
 
 def check_head(
-    op: str, hidden: Tensor, targets: Tensor, head: HeadParams, ignore_index: int
-) -> Tensor:
-    """The checks every loss on a head makes; -> hidden, in autocast's dtype where that is on."""
+    op: str, hidden: Tensor, targets: Tensor | None, head: HeadParams, ignore_index: int, classes: bool = True
+) -> Tensor:  # fmt: skip
+    """The checks every loss on a head makes; -> hidden, in autocast's dtype where that is on.
+
+    classes: the targets are used as classes, not only to say which tokens count.
+    """
     head.check(hidden, op)
-    require(
-        targets.numel() == hidden.shape[:-1].numel(),
-        f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got {list(targets.shape)}.",
-    )
-    check_labels(op, targets, head.vocab, ignore_index)
-    kind = hidden.device.type
-    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+    if targets is not None:
+        require(
+            targets.numel() == hidden.shape[:-1].numel(),
+            f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got "
+            f"{list(targets.shape)}.",
+        )
+        if classes:
+            check_labels(op, targets, head.vocab, ignore_index)
+    return autocast(hidden)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -54,7 +54,7 @@ def plan(
     gather: rows are copied out of a longer batch first (ignored tokens dropped), which takes 2 *
     hidden more a row.
     """
-    row_stride = _round_up(vocab, align) if vocab >= align else vocab
+    row_stride = padded(vocab, align)
     row_bytes = (row_stride + 2 * hidden * gather) * itemsize
     most = _fit(budget // row_bytes)
     chunks = max(cdiv(tokens, most), 1)
@@ -62,6 +62,11 @@ def plan(
         chunks = max(cdiv(tokens, _fit(2 * budget // row_bytes)), MAX_CHUNKS)
     rows = tokens if chunks == 1 else _round_up(cdiv(tokens, chunks), _UNIT if most >= _UNIT else 8)
     return Plan(tokens, max(rows, 1), cdiv(tokens, max(rows, 1)), row_stride, rows * row_bytes)
+
+
+def padded(vocab: int, align: int) -> int:
+    """Elements from one row of logits to the next."""
+    return _round_up(vocab, align) if vocab >= align else vocab
 
 
 def describe(tokens: int, vocab: int, hidden: int, dtype: str, budget: str | None) -> str:
