@@ -112,7 +112,12 @@ def _rank(
     os.environ |= {name: str(value) for name, value in sizes.items()}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    if backend != "gloo":
+    if backend == "gloo":
+        os.environ |= {
+            "CUDA_VISIBLE_DEVICES": "",
+            "HIP_VISIBLE_DEVICES": "",
+        }  # there may be fewer than ranks
+    else:
         torch.accelerator.set_device_index(rank)
     try:
         dist.init_process_group(

@@ -27,7 +27,7 @@ def _gradients(found):
 
 
 def _split_heads(folder, by_class, family):
-    plain = tiny(family)
+    plain = tiny(family, vocab_size=100)  # not every version of transformers splits an odd one
     if dist.get_rank() == 0:
         plain.save_pretrained(folder)
     dist.barrier()

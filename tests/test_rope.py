@@ -195,7 +195,9 @@ def test_llama4_tables_of_every_shape(make, path):
         found = liger_llama4_vision_rotary_pos_emb(q, k, table)
         assert all(map(torch.equal, found, expected)), table.shape
     for found, x in zip(
-        liger_llama4_vision_rotary_pos_emb(q, k, 2 * torch.ones(S, D // 2)), (q, k), strict=True
+        liger_llama4_vision_rotary_pos_emb(q, k, q.new_full((S, D // 2), 2.0, dtype=torch.float32)),
+        (q, k),
+        strict=True,
     ):
         assert torch.equal(found, 2 * x)
     for table in (freqs, freqs[:, None]):

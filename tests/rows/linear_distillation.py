@@ -107,7 +107,7 @@ ROWS = [
         op.OP,
         _drop(distill),
         _with_head,
-        shapes=[(2, 4, 7), (1, 1, 2), (0, 4, 5), (1, 3, 3, 33), (1, 3, 2500)],
+        shapes=[(6, 4, 7), (1, 1, 2), (0, 4, 5), (1, 3, 3, 33), (1, 3, 2500)],
         options={
             "kind": ["jsd", "kl", "cosine", "tvd", "reverse_kl"],
             "weight_hard": [0.3, 0.0, 0.7],
@@ -131,7 +131,7 @@ ROWS = [
         op.OP,
         _drop(distill),
         _stored,
-        shapes=[(2, 4, 7), (1, 2, 2), (1, 3, 2500)],
+        shapes=[(6, 4, 7), (1, 2, 2), (1, 3, 2500)],
         options={
             "kind": ["kl", "jsd", "tvd", "reverse_kl"],
             "top": [0, 3, 0, 2],

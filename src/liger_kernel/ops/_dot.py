@@ -13,12 +13,14 @@ from liger_kernel.ops._triton import tl, triton
 
 def precision(*dtypes: torch.dtype, computed: bool = False) -> str:
     """The `PRECISION` of a product whose stored operands have these dtypes. `computed`: one more
-    operand comes from arithmetic and shall keep TF32's 11 digits, more than 16-bit results have."""
+    operand comes from arithmetic and shall keep its fp32 digits, which three TF32 products hold."""
     if _env.interpreting() or any(dtype.itemsize > 2 for dtype in dtypes):
         return "ieee"
     if len({*dtypes}) == 1 and not computed:
         return "native"
-    return "ieee" if _env.is_hip() else "tf32"
+    if _env.is_hip():
+        return "ieee"
+    return "tf32x3" if computed else "tf32"
 
 
 @triton.jit

@@ -49,7 +49,7 @@ _ROWS, _STEP, _WARPS, _STAGES = 64, 64, 4, 4  # the product: 4 programs an SM, 2
 _PER_SM = 4
 _ENTRIES = 512  # of matrices a coefficient program holds, 4 a thread: 32 tokens of 4 streams
 # the backward product: columns of x a program owns, rows it visits at a time; fp32 has no tensor cores
-_BACKWARD = {"tf32": (128, 64), "ieee": (32, 32)}
+_BACKWARD = {"tf32x3": (128, 64), "ieee": (32, 32)}
 
 
 def _tokens(hc: int) -> int:

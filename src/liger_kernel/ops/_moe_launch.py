@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_kernel import _env
 from liger_kernel.ops import _moe_kernels as kernels
+from liger_kernel.ops import _moe_row_kernels as row_kernels
 from liger_kernel.ops import _moe_sum_kernels as sums
 from liger_kernel.ops._dot import precision
 from liger_kernel.ops._moe_routing import Routing
@@ -40,32 +41,31 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tiles of the four products. The first three share their rows, those of the routing's tiles."""
+    """Tiles of the three products. The first two share their rows, those of the routing's tiles."""
 
     up: Tile
     rows: Tile
-    gate: Tile
     weight: Tile
     precision: str
     tma: bool
 
+    def slots(self, routing: Routing) -> int:
+        """How many there are at most."""
+        return routing.tiles.shape[0] * self.up.rows
 
-# The columns of `up` count gate and up; a gathered operand of `weight` takes two stages more than its buffers.
-_HOPPER = (
-    Tile(128, 256, 64, 8, 3, 1),
-    Tile(128, 256, 64, 8, 3, 1),
-    Tile(128, 256, 64, 8, 3, 1),
-    Tile(128, 256, 64, 8, 5, 1),
-)
-_OTHER = (
-    Tile(128, 128, 32, 8, 3, 2),
-    Tile(128, 128, 32, 8, 3, 2),
-    Tile(128, 64, 32, 8, 3, 2),
-    Tile(128, 64, 32, 8, 4, 2),
-)
-_EXACT = (Tile(64, 64, 32, 4, 2, 2),) * 4
+    def layout(self) -> dict[str, int]:
+        """What `_moe_row_kernels` must know."""
+        return {"ROWS": self.up.rows, "STEP": self.weight.depth}
+
+
+# The columns of `up` count gate and up.
+_HOPPER = (Tile(128, 256, 64, 8, 4, 1), Tile(128, 256, 64, 8, 3, 1), Tile(128, 128, 64, 4, 3, 2))
+_OTHER = (Tile(128, 128, 32, 8, 3, 2), Tile(128, 128, 32, 8, 3, 2), Tile(128, 64, 32, 8, 3, 2))
+_EXACT = (Tile(64, 64, 32, 4, 2, 2),) * 3
 _HOPPER_MEMORY = 200 << 10
-_GROUP = 16  # row tiles that share columns of a weight
+_GROUP = 8  # row tiles that share columns of a weight
+_GATHERED = (8, 1024)  # slots and columns of a program
+_GATED = (16, 256)  # slots of a program, columns at a time
 _BIAS_ROWS, _BIAS_BLOCK = 32, 128
 _COMBINED = 2048  # elements of a program
 _ROUTE_PAIRS, _ROUTE_BLOCK = 32, 128
@@ -151,60 +151,92 @@ def up_product(
     return y, both
 
 
-def rows_product(a: Tensor, w: Tensor, bias: Tensor | None, routing: Routing, plan: Plan) -> Tensor:
-    """Sorted rows `[S, K]` times the weights `[E, N, K]` of their experts -> `[S, N]`."""
+def rows_product(
+    a: Tensor, w: Tensor, bias: Tensor | None, routing: Routing, plan: Plan, a_slots: bool = False,
+    y_slots: bool = False,
+) -> Tensor:  # fmt: skip
+    """Rows `[S, K]` times the weights `[E, N, K]` of their experts -> `[S, N]`; each in their order or in slots."""
     n, tile = w.shape[1], plan.rows
-    y = torch.empty((a.shape[0], n), dtype=a.dtype, device=a.device)
+    y = torch.empty(
+        (plan.slots(routing) if y_slots else routing.pair.shape[0], n),
+        dtype=a.dtype,
+        device=a.device,
+    )
     operands, how = product_operands(a, False, w, tile, "none", plan)
     n_blocks = cdiv(n, tile.columns)
     launch(
         kernels.rows_kernel, tile.grid(a.device, routing.tiles.shape[0] * n_blocks), a.device, y, *operands,
         a if bias is None else dense(bias), routing.tiles, routing.n_tiles, a.shape[1], n, n_blocks,
-        HAS_BIAS=bias is not None, **how, **tile.meta(),
+        FROM_SLOTS=a_slots, TO_SLOTS=y_slots, HAS_BIAS=bias is not None, **how, **tile.meta(),
+    )  # fmt: skip
+    return y
+
+
+def gather(x: Tensor, routing: Routing, plan: Plan) -> Tensor:
+    """Rows of x `[T, N]` in slots."""
+    slots, n = plan.slots(routing), x.shape[1]
+    y = torch.empty((slots, n), dtype=x.dtype, device=x.device)
+    many, block = _GATHERED[0], min(_GATHERED[1], block_of(n))
+    launch(
+        row_kernels.gather_kernel, (cdiv(slots, many), cdiv(n, block)), x.device, y, x, x.stride(0), routing.token,
+        routing.tiles, routing.n_tiles, n, **plan.layout(), MANY=many, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return y
 
 
 def gate_backward(
-    dy: Tensor, w: Tensor, both: Tensor, weights: Tensor, routing: Routing, plan: Plan, gate: Gate,
+    u: Tensor, both: Tensor, weights: Tensor, routing: Routing, plan: Plan, gate: Gate,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> d(gate, up) `[S, 2I]`, r a `[S, I]`, parts of dr `[blocks, S]`; what is not needed is empty."""
-    pairs, n, tile = both.shape[0], w.shape[1], plan.gate
-    n_blocks = cdiv(n, tile.columns)
-    new: dict[str, Any] = {"dtype": dy.dtype, "device": dy.device}
-    dboth = torch.empty((pairs, 2 * n) if needs[0] else 0, **new)
-    weighted = torch.empty((pairs, n) if needs[1] else 0, **new)
-    parts = dy.new_empty((n_blocks, pairs) if needs[2] else 0, dtype=torch.float32)
-    operands, how = product_operands(dy, True, w, tile, "none", plan)
+    """-> d(gate, up) `[slots, 2I]`, r a `[slots, I]`, <u, a> `[S]` fp32; what is not needed is empty."""
+    slots, n = u.shape
+    dboth = u.new_empty((slots, 2 * n) if needs[0] else 0)
+    weighted = u.new_empty((slots, n) if needs[1] else 0)
+    sums = u.new_empty(both.shape[0] if needs[2] else 0, dtype=torch.float32)
+    many, block = _GATED[0], min(_GATED[1], block_of(n))
     launch(
-        kernels.gate_backward_kernel, tile.grid(dy.device, routing.tiles.shape[0] * n_blocks), dy.device,
-        dboth, weighted, parts, *operands, both, weights, routing.pair, routing.token, routing.tiles, routing.n_tiles,
-        pairs, dy.shape[1], n, n_blocks, *gate.scalars(), **gate.flags(),
-        NEED_BOTH=needs[0], NEED_WEIGHTED=needs[1], NEED_ROUTE=needs[2], **how, **tile.meta(),
+        row_kernels.gate_backward_kernel, (cdiv(slots, many),), u.device, dboth, weighted, sums, u, both, weights,
+        routing.pair, routing.tiles, routing.n_tiles, n, *gate.scalars(), **gate.flags(),
+        NEED_BOTH=needs[0], NEED_WEIGHTED=needs[1], NEED_ROUTE=needs[2], **plan.layout(), MANY=many, BLOCK=block,
+        num_warps=8,
     )  # fmt: skip
-    return dboth, weighted, parts
+    return dboth, weighted, sums
 
 
-def weight_grad(dw: Tensor, p: Tensor, q: Tensor, routing: Routing, plan: Plan) -> None:
-    """dw `[E, M, N]`, any strides: sum over an expert's rows of p[row]^T q[token of row]."""
+def first_tiles(routing: Routing, plan: Plan) -> Tensor:
+    """The first row tile of each expert, int32 `[E]`."""
+    tiles = (routing.totals + (plan.up.rows - 1)) // plan.up.rows
+    return tiles.cumsum(0, dtype=torch.int32) - tiles
+
+
+def weight_grad(
+    dw: Tensor, p: Tensor, q: Tensor, first: Tensor, routing: Routing, plan: Plan
+) -> None:
+    """dw `[E, M, N]`, any strides: sum over an expert's slots of p[slot]^T q[slot]."""
     (n_experts, m, n), tile = dw.shape, plan.weight
     m_blocks, n_blocks = cdiv(m, tile.rows), cdiv(n, tile.columns)
+    tma = plan.tma and _aligned(p) and _aligned(q)
+    operands = (p, q)
+    if tma:
+        blocks = ([tile.depth, tile.rows], [tile.depth, tile.columns])
+        operands = map(TensorDescriptor.from_tensor, operands, blocks)
     launch(
         kernels.weight_grad_kernel, tile.grid(q.device, n_experts * m_blocks * n_blocks), q.device, dw, *dw.stride(),
-        p, q, q.stride(0), routing.token, routing.offsets, n_experts, m, n, m_blocks, n_blocks,
-        PRECISION=plan.precision, **tile.meta(),
+        *operands, first, routing.totals, n_experts, m, n, m_blocks, n_blocks,
+        TMA=tma, PRECISION=plan.precision, ROWS=plan.up.rows, **tile.meta(),
     )  # fmt: skip
 
 
-def bias_grad(p: Tensor, weights: Tensor | None, routing: Routing, bias: Tensor) -> Tensor:
-    """Sum over an expert's rows of p[row]; given routing weights, of r p[token of row]."""
+def bias_grad(
+    p: Tensor, weights: Tensor | None, first: Tensor, routing: Routing, plan: Plan, bias: Tensor
+) -> Tensor:
+    """Sum over an expert's rows of p[slot], given routing weights of r p[slot]."""
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     grid = (bias.shape[0], cdiv(bias.shape[1], _BIAS_BLOCK))
     launch(
-        sums.bias_grad_kernel, grid, p.device, dbias, p, p.stride(0), p if weights is None else weights,
-        routing.pair, routing.token, routing.offsets, bias.shape[1],
-        GATHER=weights is not None, ROWS=_BIAS_ROWS, BLOCK=_BIAS_BLOCK, num_warps=4,
+        sums.bias_grad_kernel, grid, p.device, dbias, p, p if weights is None else weights,
+        routing.pair, first, routing.offsets, bias.shape[1],
+        WEIGHTED=weights is not None, TILE=plan.up.rows, ROWS=_BIAS_ROWS, BLOCK=_BIAS_BLOCK, num_warps=4,
     )  # fmt: skip
     return dbias
 
@@ -224,15 +256,19 @@ def combine(y: Tensor, weights: Tensor | None, routing: Routing, tokens: int) ->
 
 
 def route_grad(
-    parts: Tensor, dy: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, routing: Routing
+    row_sums: Tensor,
+    dy: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    weights: Tensor,
+    routing: Routing,
 ) -> Tensor:
-    """dr `[T, K]` from its parts, and dy times the bias of the second product."""
+    """dr `[T, K]` from <u, a> of every row, and dy times the bias of the second product."""
     dweights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
-    n_parts, pairs = parts.shape
+    pairs = index.numel()
     launch(
-        sums.route_grad_kernel, (cdiv(pairs, _ROUTE_PAIRS),), dy.device, dweights, parts, routing.position,
-        dense(index), dy, dy.stride(0), dy if bias is None else dense(bias), pairs, n_parts, dy.shape[1],
-        weights.shape[1], HAS_BIAS=bias is not None, PAIRS=_ROUTE_PAIRS, BLOCKS=block_of(n_parts),
-        BLOCK=_ROUTE_BLOCK, num_warps=4,
+        sums.route_grad_kernel, (cdiv(pairs, _ROUTE_PAIRS),), dy.device, dweights, row_sums, routing.position,
+        dense(index), dy, dy.stride(0), dy if bias is None else dense(bias), pairs, dy.shape[1], weights.shape[1],
+        HAS_BIAS=bias is not None, PAIRS=_ROUTE_PAIRS, BLOCK=_ROUTE_BLOCK, num_warps=4,
     )  # fmt: skip
     return dweights

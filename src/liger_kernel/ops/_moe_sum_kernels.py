@@ -31,16 +31,14 @@ def combine_kernel(
 
 @triton.jit
 def route_grad_kernel(
-    DROUTE, PARTS, POSITION, INDEX, DY, sDY_row, BIAS, n_pairs, n_parts, n_cols, top_k,
-    HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    DROUTE, SUMS, POSITION, INDEX, DY, sDY_row, BIAS, n_pairs, n_cols, top_k,
+    HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """DROUTE = the sum of a row's parts, and dy of its token times its expert's bias; 0 for a pair without a row."""
-    pair, parts = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, BLOCKS)
+    """DROUTE = the sum of a pair's row, and dy of its token times its expert's bias; 0 for a pair without a row."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     row = tl.load(POSITION + pair, mask=pair < n_pairs, other=-1)
     m_pair = row >= 0
-    at = PARTS + row_base(parts, n_pairs)[None, :] + row[:, None]
-    mask = m_pair[:, None] & (parts < n_parts)[None, :]
-    total = tl.sum(tl.load(at, mask=mask, other=0.0), axis=1)
+    total = tl.load(SUMS + row, mask=m_pair, other=0.0)
     if HAS_BIAS:
         expert = tl.load(INDEX + pair, mask=m_pair, other=0)
         products = tl.zeros((PAIRS, BLOCK), tl.float32)
@@ -57,22 +55,22 @@ def route_grad_kernel(
 
 @triton.jit
 def bias_grad_kernel(
-    DBIAS, P, sP_row, ROUTE, PAIRS, TOKEN, OFFSETS, n_cols,
-    GATHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DBIAS, P, ROUTE, PAIRS, FIRST, OFFSETS, n_cols,
+    WEIGHTED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """DBIAS[e] = sum over the rows of e of P[row], or with GATHER of r P[token of row]."""
+    """DBIAS[e] = sum over the rows of e of P[slot], or with WEIGHTED of r P[slot]; FIRST is an expert's first tile."""
     expert = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_cols = cols < n_cols
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    end = tl.load(OFFSETS + expert + 1)
-    for start in range(tl.load(OFFSETS + expert), end, ROWS):
+    begin, end = tl.load(OFFSETS + expert), tl.load(OFFSETS + expert + 1)
+    shift = tl.load(FIRST + expert) * TILE - begin
+    for start in range(begin, end, ROWS):
         rows = start + tl.arange(0, ROWS)
         m_rows = rows < end
-        source = tl.load(TOKEN + rows, mask=m_rows, other=0) if GATHER else rows
-        at = P + row_base(source, sP_row)[:, None] + cols[None, :]
+        at = P + row_base(rows + shift, n_cols)[:, None] + cols[None, :]
         p = tl.load(at, mask=m_rows[:, None] & m_cols[None, :], other=0.0).to(tl.float32)
-        if GATHER:
+        if WEIGHTED:
             pair = tl.load(PAIRS + rows, mask=m_rows, other=0)
             p *= tl.load(ROUTE + pair, mask=m_rows, other=0.0).to(tl.float32)[:, None]
         total += p

@@ -35,7 +35,11 @@ except ImportError:
     triton: Any = _Absent()
     tl: Any = _Absent()
 
-__all__ = ["AVAILABLE", "block_of", "cdiv", "launch", "tl", "triton"]
+__all__ = ["AVAILABLE", "UNFUSED", "block_of", "cdiv", "launch", "tl", "triton"]
+
+# A compile option for differences of products that may cancel (a norm of one column, a softmax that one source takes):
+# fused into a multiply-add, only one of the two products is rounded, and its rounding error is what remains.
+UNFUSED = {"enable_fp_fusion": False}
 
 
 _compiled: dict[Any, Any] = {}

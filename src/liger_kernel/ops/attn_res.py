@@ -30,7 +30,7 @@ from liger_kernel import _env
 from liger_kernel.ops._device import exp, row_base
 from liger_kernel.ops._op import Cost, Op, compute_dtype, dense, first_order, named, require, rows
 from liger_kernel.ops._reduce import sum_partials
-from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
+from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch, tl, triton
 
 _MAX_BLOCK = 32768  # columns a program holds in registers
 
@@ -206,7 +206,7 @@ def attn_res_forward_kernel(
     launch(
         _forward_kernel, (cdiv(n_rows, n),), v.device, *args, n_blocks, n_rows, n_cols, eps,
         ROWS=n, BLOCK=block, BLOCKS=block_of(n_blocks), STAGES=stages,
-        num_warps=min(warps, _env.device_info(v.device).max_warps),
+        num_warps=min(warps, _env.device_info(v.device).max_warps), **UNFUSED,
     )  # fmt: skip
     return h, alpha, rstd
 
@@ -244,7 +244,7 @@ def attn_res_backward_kernel(
         _backward_kernel, (programs,), v.device, dv, dwq, dwn, *operands, dense(w_query), dense(w_norm),
         alpha, rstd, n_blocks, n_rows, n_cols, share,
         NEED_DV=need_dv, NEED_DW=need_dw, ROWS=n, BLOCK=block, BLOCKS=block_of(n_blocks), STAGES=stages,
-        num_warps=min(warps, info.max_warps),
+        num_warps=min(warps, info.max_warps), **UNFUSED,
     )  # fmt: skip
     if not need_dw:
         return dv, w_query.new_empty(0), w_norm.new_empty(0)

@@ -13,13 +13,14 @@ Backward, for a row s of token t and expert e, with u[s] = W2[e]^T dout[t]:
 
 so the routing weights need no outputs of experts, and nothing of [S, H] is kept.
 
-Rows    are sorted by expert on the device (`_moe_routing.py`) and gathered from x and dout in the loads of the
-        products. Two products forward, four backward; the rows of a token are added in the order of k, in fp32.
-Casts   x's dtype: gate and up where they are kept, a, the rows of the second product, d(gate, up). All sums in fp32.
+Rows    are sorted by expert on the device (`_moe_routing.py`). Forward gathers them from x in the loads of the product;
+        backward copies those of dout and x into slots (`_moe_row_kernels.py`). Two products forward, four backward; the
+        rows of a token are added in the order of k, in fp32.
+Casts   x's dtype: gate and up where they are kept, a, u, the rows of the second product, d(gate, up). All sums in fp32.
 Memory  keeps gate and up, 2I values a row, beside the inputs; backward recomputes a. In transit: I + H values a row
-        forward; 2I + I, then 2I + H backward.
+        forward; 4I + H, then 2I + H backward, in slots: up to 127 more an expert (63 in fp32).
         Moved beyond the products' operands: forward writes 2I + I + H values a row and reads I + H; backward writes
-        2I + I + H and reads 2I for the gate, 2I + I for the products over rows, H for the sum.
+        H + I + 3I + H + H, reads 3I for the gate and H for the sum.
 Papers  Shazeer et al., arXiv:1701.06538; the derivative of the routing weights: "SonicMoE", arXiv:2512.14080
 """
 
@@ -32,7 +33,9 @@ from liger_kernel.ops._moe_launch import (
     Gate,
     bias_grad,
     combine,
+    first_tiles,
     gate_backward,
+    gather,
     plan_of,
     route_grad,
     rows_product,
@@ -125,25 +128,30 @@ def fused_moe_backward_kernel(
     need_x, need_up, need_down, need_weights, need_bias1, need_bias2 = needs
     dy, r, tokens = rows(dy), dense(weights), x.shape[0]
     wanted = (need_x or need_up or need_bias1, need_down, need_weights)
-    dboth = weighted = parts = both
+    first = first_tiles(places, plan)
+    dy_slots = gather(dy, places, plan) if any(wanted) or need_bias2 else dy
+    dboth = weighted = row_sums = both
     if any(wanted):
-        down_t = down.transpose(1, 2)
-        dboth, weighted, parts = gate_backward(dy, down_t, both, r, places, plan, gate, wanted)
+        u = rows_product(
+            dy_slots, down.transpose(1, 2), None, places, plan, a_slots=True, y_slots=True
+        )
+        dboth, weighted, row_sums = gate_backward(u, both, r, places, plan, gate, wanted)
+        del u
     if need_down:
         grads[2] = torch.empty_like(down)
-        weight_grad(grads[2].transpose(1, 2), weighted, dy, places, plan)
-    del weighted
-    if need_weights:
-        grads[3] = route_grad(parts, dy, bias2, index, weights, places)
+        weight_grad(grads[2], dy_slots, weighted, first, places, plan)
     if need_bias2 and bias2 is not None:
-        grads[5] = bias_grad(dy, r, places, bias2)
+        grads[5] = bias_grad(dy_slots, r, first, places, plan, bias2)
+    del weighted, dy_slots
+    if need_weights:
+        grads[3] = route_grad(row_sums, dy, bias2, index, weights, places)
     if need_up:
         grads[1] = torch.empty_like(gate_up)
-        weight_grad(grads[1], dboth, rows(x), places, plan)
+        weight_grad(grads[1], dboth, gather(rows(x), places, plan), first, places, plan)
     if need_bias1 and bias1 is not None:
-        grads[4] = bias_grad(dboth, None, places, bias1)
+        grads[4] = bias_grad(dboth, None, first, places, plan, bias1)
     if need_x:
-        dx_rows = rows_product(dboth, gate_up.transpose(1, 2), None, places, plan)
+        dx_rows = rows_product(dboth, gate_up.transpose(1, 2), None, places, plan, a_slots=True)
         grads[0] = combine(dx_rows, None, places, tokens)
     return tuple(grads)
 

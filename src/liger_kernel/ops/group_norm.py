@@ -26,7 +26,7 @@ from liger_kernel import _env
 from liger_kernel.ops import _group_norm_kernels as kernels
 from liger_kernel.ops._op import Cost, Op, compute_dtype, dense, first_order, named, require
 from liger_kernel.ops._reduce import sum_two_partials
-from liger_kernel.ops._triton import block_of, cdiv, launch
+from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch
 
 # 1 reference
 
@@ -157,7 +157,7 @@ def group_norm_backward_kernel(
         sums = _sums(x, parts if need_params else 0)
         args = (dx, sums, dy, x, w, stats, *shape, n)
         meta = _held(per_group, size, padded, x.device)
-        launch(kernels.backward_kernel, (n_groups,), x.device, *args, **flags, **meta)
+        launch(kernels.backward_kernel, (n_groups,), x.device, *args, **flags, **meta, **UNFUSED)
     else:
         parts, sums = _backward_wide(dx, dy, x, w, stats, shape, flags)
     if not need_params:
@@ -196,6 +196,7 @@ def _backward_wide(
     launch(
         kernels.dx_wide_kernel, (n_groups, cdiv(tiles, each)), x.device, dx, sums, dy, x, w, stats, *shape, n,
         parts, tiles, each, SPLIT=programs > 1, **flags, PARTS=_PARTS, CHUNK=_CHUNK, **meta, num_warps=_WARPS,
+        **UNFUSED,
     )  # fmt: skip
     return parts, sums
 

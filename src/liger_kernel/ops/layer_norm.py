@@ -39,7 +39,7 @@ from liger_kernel.ops._op import (
     rows,
 )
 from liger_kernel.ops._reduce import sum_two_partials
-from liger_kernel.ops._triton import block_of, cdiv, launch
+from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch
 from liger_kernel.ops.rms_norm import check_weight
 
 _SUMS_BLOCK = 1024
@@ -134,7 +134,7 @@ def layer_norm_backward_kernel(
         if need_dx:
             args = (dx, *operands, w, *statistics, n_cols)
             meta = {"BLOCK": WIDE_BLOCK, "num_warps": 16}
-            launch(kernels.dx_wide_kernel, (n_rows,), x.device, *args, **meta)
+            launch(kernels.dx_wide_kernel, (n_rows,), x.device, *args, **meta, **UNFUSED)
         return dx, *_sums_wide(operands, statistics, wanted)
     row_bytes = block * (dy.element_size() + x.element_size())
     entry = _BACKWARD[max(block, 256)]
@@ -142,7 +142,7 @@ def layer_norm_backward_kernel(
     partials, needs = _partials(x2, programs, wanted)
     args = (dx, partials, *operands, w, *statistics, n_rows, n_cols, share)
     meta = {"NEED_DX": need_dx, **needs, "BLOCK": block, **plan}
-    launch(kernels.backward_kernel, (programs,), x.device, *args, **meta)
+    launch(kernels.backward_kernel, (programs,), x.device, *args, **meta, **UNFUSED)
     return dx, *sum_two_partials(partials, *wanted)
 
 

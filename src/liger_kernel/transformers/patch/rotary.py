@@ -143,7 +143,7 @@ class Signature:
         if len(given) < len(args) + len(named) or not given.keys() <= self.roles.keys():
             return None
         values = {self.roles[name]: value for name, value in given.items()}
-        return values if self.needed <= values.keys() else None
+        return values if self.needed.issubset(values) else None
 
 
 class RopeSeam:
