@@ -56,7 +56,7 @@ def _norm_on(placement, tokens):
     assert y.placements == (Replicate() if placement == Shard(2) else placement,)
     upstream = distribute_tensor(dy, mesh, y.placements)
     with CommDebugMode() as backward:
-        # Not `backward()`: to accumulate, torch 2.11 copies a leaf's gradient of uneven shards, and gathers it for that.
+        # Not `backward()`: to accumulate, torch 2.11 copies a leaf's gradient of uneven shards, after gathering it.
         dx, dw = torch.autograd.grad(y, (shards, weight), upstream)
     torch.testing.assert_close(y.full_tensor(), wanted)
     torch.testing.assert_close(dx.full_tensor(), grads[0])

@@ -4,6 +4,8 @@ Slots    a tile of ROWS rows of one expert has ROWS slots, whatever number of ro
          expert's rows meet nobody else's: slot ROWS * tile + i is the tile's i-th row. Slots without a row are zero
          up to the next multiple of STEP, the rows a product takes at a time, and undefined beyond.
 """
+# pyright: reportGeneralTypeIssues=false
+# (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
 
 from liger_kernel.ops._device import row_base
 from liger_kernel.ops._moe_kernels import _gate
