@@ -27,6 +27,7 @@ def kernels(device):
     return device
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, over slots that hold nothing
 @pytest.mark.parametrize("transposed", [False, True])
 def test_tensor_descriptors_bring_what_pointers_bring(kernels, transposed, monkeypatch):
     tensors = _draw(kernels)
