@@ -493,6 +493,36 @@ def test_extreme_margins_stay_finite():
         assert all(m.isfinite().all() for m in metrics), str(loss)
 
 
+@pytest.mark.parametrize(
+    "loss", [Loss("DPO", {"compute_nll_loss": True}, reference=True), Loss("ORPO", nll_target=True), Loss("KTO")],
+    ids=str,
+)  # fmt: skip
+def test_micro_batches_add_up(loss):
+    """Shares of the whole batch's pairs and tokens, given back with the counts to make them from."""
+    whole = Data(mask="first")
+    wanted, metrics = loss.call(whole, return_count=True)
+    items, tokens = metrics[-1]
+    unpaired = loss.name == "KTO"
+    nll_target = whole.nll_target if loss.nll_target else whole.target
+    counted = 0 if unpaired else int((nll_target[:N] != IGNORE).sum())
+    assert (items, tokens) == (2 * N if unpaired else N, counted)
+    total, grads = 0.0, []
+    for some in ([0], [1, 2]):
+        part, rows = Data(mask="first"), [*some, *(i + N for i in some)]
+        h, w, b = part.policy
+        part.policy = (h[rows], w, b)
+        part.reference = (part.reference[0][rows], *part.reference[1:])
+        part.target, part.nll_target, part.labels = (
+            t[rows] for t in (part.target, part.nll_target, part.labels)
+        )
+        found, _ = loss.call(part, num_items_in_batch=items, num_tokens_in_batch=tokens)
+        total = total + found.detach()
+        grads.append(torch.autograd.grad(found, (h, w, b)))
+    torch.testing.assert_close(total, wanted.detach())
+    for parts, grad in zip(zip(*grads, strict=True), whole.grads(wanted), strict=True):
+        torch.testing.assert_close(sum(parts), grad)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", [LOSSES[1], LOSSES[5], LOSSES[9]], ids=str)
 def test_precision(loss, dtype):

@@ -43,12 +43,12 @@ def _close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-def _same_gradients(loss, leaves, wanted, wanted_leaves):
-    dh, *parts = torch.autograd.grad(loss, leaves)
-    want_dh, *wholes = torch.autograd.grad(wanted, wanted_leaves)
-    _close(dh, want_dh)
-    for part, whole in zip(parts, wholes, strict=True):
-        _close(part, _part(whole))
+def _same_gradients(loss, leaves, wanted, wanted_leaves, shared=1):
+    """The first `shared` leaves are the same on every rank, of the others each has its part."""
+    found = torch.autograd.grad(loss, leaves)
+    wants = torch.autograd.grad(wanted, wanted_leaves)
+    for i, (got, want) in enumerate(zip(found, wants, strict=True)):
+        _close(got, want if i < shared else _part(want))
 
 
 def _logprob(budget):
@@ -57,12 +57,16 @@ def _logprob(budget):
     options = {
         "return_entropy": True, "return_argmax": True, "selected_token_ids": ids, **TRANSFORMS,
     }  # fmt: skip
-    mine = _leaves(hidden, _part(weight), _part(bias))
+    down, up = torch.randn(TOKENS, 5).double(), torch.randn(VOCAB, 5).double()
+    mine = _leaves(hidden, down, _part(weight), _part(bias), _part(up))
+    h, d, *slices = mine
     found = lp.linear_logprob(
-        mine[0], mine[1], target, bias=mine[2], group=dist.group.WORLD, memory_budget=budget, **options
+        h, slices[0], target, bias=slices[1], low_rank=(d, slices[2]), group=dist.group.WORLD, memory_budget=budget,
+        **options,
     )  # fmt: skip
-    whole = _leaves(hidden, weight, bias)
-    wanted = lp.reference(whole[0], whole[1], target, bias=whole[2], **options)
+    whole = _leaves(hidden, down, weight, bias, up)
+    h, d, w, b, u = whole
+    wanted = lp.reference(h, w, target, bias=b, low_rank=(d, u), **options)
     for name in ("logp", "entropy", "argmax", "selected"):
         _close(getattr(found, name), getattr(wanted, name))
     x, y, z = (
@@ -75,7 +79,7 @@ def _logprob(budget):
         return (of.logp * x).sum() + (of.entropy * y).sum() + (of.selected * z).sum()
 
     torch.manual_seed(1)
-    _same_gradients(mixed(found), mine, mixed(wanted), whole)
+    _same_gradients(mixed(found), mine, mixed(wanted), whole, shared=2)
 
 
 def _linear_cross_entropy(budget, dtensor, options):

@@ -25,6 +25,7 @@ from torch import Tensor
 from liger_kernel.ops._op import compute_dtype, require
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
+from liger_kernel.ops.head.module import takes_module
 from liger_kernel.ops.head.objective import Tokens, fused_linear_objective
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import resolve_budget
@@ -45,6 +46,12 @@ class HeadOptions:
     accum_dtype: where the head's gradient is summed over chunks; None for the head's dtype.
     logits_dtype: how 16-bit chunks of logits are kept, as in `fused_linear_cross_entropy`.
     impl: "auto", "triton" or "torch".
+    num_items_in_batch: what the sum over pairs (unpaired: sequences) is divided by, a number or a scalar tensor: those
+        of all micro-batches of a step, so that their losses add up to one big batch's. None for this call's. Where
+        ranks average their gradients, the mean over ranks; 1 for the sum.
+    num_tokens_in_batch: the same for the NLL, in tokens of chosen sequences.
+    return_count: the metrics end with this call's own `[2]` fp32 counts, pairs (sequences) and tokens of the NLL (0
+        unpaired).
     """
 
     softcap: float | None = None
@@ -55,6 +62,9 @@ class HeadOptions:
     accum_dtype: torch.dtype | None = None
     logits_dtype: Any = None
     impl: str | None = None
+    num_items_in_batch: Tensor | float | None = None
+    num_tokens_in_batch: Tensor | float | None = None
+    return_count: bool = False
 
     def __post_init__(self) -> None:
         unknown = set(self.ref_head or ()) - set(_TRANSFORMS)
@@ -62,6 +72,10 @@ class HeadOptions:
             not unknown,
             f"ref_head takes {', '.join(_TRANSFORMS)}; got {', '.join(sorted(map(str, unknown)))}.",
         )
+
+    def share(self, n: int) -> Tensor | float:
+        """The factor that makes a mean over n items one over the items of the whole batch."""
+        return 1.0 if self.num_items_in_batch is None else n / self.num_items_in_batch
 
     def policy(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _TRANSFORMS}
@@ -108,8 +122,8 @@ class Batch:
     """Sequences `[B, T]`, which of their tokens count, and the head they go through."""
 
     def __init__(
-        self, op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        ignore_index: int, average: bool, options: HeadOptions,
+        self, op: str, hidden: Tensor, weight: Any, target: Tensor, bias: Tensor | None,
+        ignore_index: int, average: bool, options: HeadOptions, low_rank: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         require(
             hidden.dim() == 3 and target.shape == hidden.shape[:2],
@@ -117,6 +131,7 @@ class Batch:
             f"{list(target.shape)}.",
         )
         self.op, self.hidden, self.weight, self.bias = op, hidden, weight, bias
+        self.low_rank = low_rank
         self.target, self.ignore_index, self.options = target, ignore_index, options
         self.dtype = compute_dtype(hidden)
         self.valid = target != ignore_index
@@ -148,7 +163,7 @@ class Batch:
             self.hidden, self.weight, self.target, objective, bias=self.bias, n_groups=n,
             group=group[:, None].expand_as(self.target), ignore_index=self.ignore_index,
             accum_dtype=options.accum_dtype, memory_budget=options.memory_budget,
-            logits_dtype=options.logits_dtype, impl=options.impl, **options.policy(),
+            logits_dtype=options.logits_dtype, impl=options.impl, low_rank=self.low_rank, **options.policy(),
         )  # fmt: skip
         return loss, [_merged(values) for values in zip(*parts, strict=True)]
 
@@ -157,13 +172,17 @@ class Batch:
         with torch.no_grad():
             if self.options.softcap is not None:
                 return self._capped_logit_sums()
-            # One sequence at a time: masking everything at once would copy the hidden states.
-            hidden = torch.stack([
-                torch.where(valid[:, None], h, 0).sum(0, dtype=self.dtype)
-                for valid, h in zip(self.valid, self.hidden.detach(), strict=True)
-            ])  # fmt: skip
-            # no matrix product: autocast would round it to 16 bits
-            sums = (hidden * self.weight.sum(0, dtype=self.dtype)).sum(-1)
+            sums = torch.zeros_like(self.counts)
+            for x, w in ((self.hidden, self.weight), self.low_rank or (None, None)):
+                if x is None or w is None:
+                    continue
+                # One sequence at a time: masking everything at once would copy the hidden states.
+                h = torch.stack([
+                    torch.where(valid[:, None], h, 0).sum(0, dtype=self.dtype)
+                    for valid, h in zip(self.valid, x.detach(), strict=True)
+                ])  # fmt: skip
+                # no matrix product: autocast would round it to 16 bits
+                sums = sums + (h * w.sum(0, dtype=self.dtype)).sum(-1)
             if self.bias is not None:
                 sums = sums + self.counts * self.bias.sum(dtype=self.dtype)
             return sums * (self.options.pre_scale * self.options.post_scale)
@@ -180,7 +199,7 @@ class Batch:
 
         # each logit is there three times: as the product gives it, and twice in fp32
         budget = resolve_budget(self.options.memory_budget, labels.device) // 4
-        head = HeadParams(self.weight.detach(), None if self.bias is None else self.bias.detach())
+        head = HeadParams(self.weight, self.bias, low_rank=self.low_rank)
         found, _ = run(
             self.hidden.detach(), head, per_row, Wanted(), keep=keep, budget=max(budget, 1), accum_dtype=None
         )  # fmt: skip
@@ -202,10 +221,12 @@ def _parts(found: Any) -> tuple[Tensor, list[Tensor]]:
     return loss, [torch.as_tensor(m, device=loss.device).detach() for m in metrics]
 
 
+@takes_module("hidden")
 def paired_loss(
-    op: str, loss_fn: LossFn, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    op: str, loss_fn: LossFn, hidden: Tensor, weight: Any, target: Tensor, bias: Tensor | None,
     reference: Reference | None, *, ignore_index: int, alpha: float, compute_nll_loss: bool,
     nll_target: Tensor | None, average: bool, options: HeadOptions, loss_kwargs: dict[str, Any],
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """alpha * NLL of the chosen tokens + the preference loss of n pairs.
 
@@ -215,14 +236,17 @@ def paired_loss(
     whose dW lives beside the other until backward.
     -> loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, *metrics of loss_fn)
     """
-    batch = Batch(op, hidden, weight, target, bias, ignore_index, average, options)
+    batch = Batch(op, hidden, weight, target, bias, ignore_index, average, options, low_rank)
     n = target.shape[0] // 2
     require(
         n > 0 and target.shape[0] == 2 * n,
         f"{op}: a batch is the chosen sequences, then as many rejected ones; got {target.shape[0]} sequences.",
     )
     given = batch.reference_logps(reference)
-    any_token, chosen_tokens = batch.valid.any(), batch.counts[:n].sum().clamp(min=1)
+    any_token, share = batch.valid.any(), options.share(n)
+    nll_tokens = batch.counts[:n].sum()
+    all_tokens = options.num_tokens_in_batch
+    all_tokens = nll_tokens.clamp(min=1) if all_tokens is None else all_tokens
     inline_nll = compute_nll_loss and nll_target is None
 
     def objective(tokens: Tokens) -> tuple[Tensor, Any]:
@@ -234,8 +258,8 @@ def paired_loss(
             extra["ref_chosen_logps"] = given[lo:hi]
             extra["ref_rejected_logps"] = given[n + lo : n + hi]
         loss, metrics = _parts(loss_fn(chosen, rejected, target, **extra))
-        loss = torch.where(any_token, loss, 0.0)
-        nll = -(chosen * batch.lengths[lo:hi]).sum() / chosen_tokens
+        loss = torch.where(any_token, loss, 0.0) * share
+        nll = -(chosen * batch.lengths[lo:hi]).sum() / all_tokens
         if inline_nll:
             loss = loss + alpha * nll
         return loss, (chosen.detach(), rejected.detach(), nll.detach(), *metrics)
@@ -243,34 +267,45 @@ def paired_loss(
     pair = torch.arange(2 * n, device=target.device) % n
     loss, (chosen, rejected, nll, *metrics) = batch.run(objective, pair, n)
     if compute_nll_loss and nll_target is not None:
-        nll = _nll(batch, n, nll_target)
+        nll, nll_tokens = _nll(batch, n, nll_target)
         loss, nll = loss + alpha * nll, nll.detach()
     elif not compute_nll_loss:
         nll = torch.zeros_like(nll)
     sums = batch.logit_sums().view(2, n).sum(1)
     means = sums / (batch.counts.view(2, n).sum(1).clamp(min=1) * weight.shape[0])
+    metrics += _counts(options, n, nll_tokens)
     return loss, (chosen, rejected, means[0], means[1], nll, *metrics)
 
 
-def _nll(batch: Batch, n: int, nll_target: Tensor) -> Tensor:
-    """Mean of -log p over the tokens of nll_target that count, chosen sequences only."""
+def _counts(options: HeadOptions, n: int, tokens: Tensor) -> list[Tensor]:
+    """What `return_count` adds to the metrics."""
+    return [torch.stack((tokens.new_full((), n), tokens)).float()] if options.return_count else []
+
+
+def _nll(batch: Batch, n: int, nll_target: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of -log p over the tokens of nll_target that count, chosen sequences only; how many these are."""
     require(
         nll_target.dim() == 2 and nll_target.shape[0] in (n, 2 * n) and nll_target.shape[1:] == batch.target.shape[1:],
         f"{batch.op}: nll_target must be [2n, T] = {list(batch.target.shape)} or its chosen half; got "
         f"{list(nll_target.shape)}.",
     )  # fmt: skip
-    options = batch.options
-    return fused_linear_cross_entropy(
+    options, pair = batch.options, batch.low_rank
+    total = options.num_tokens_in_batch
+    loss = fused_linear_cross_entropy(
         batch.hidden[:n], batch.weight, nll_target[:n], batch.bias, ignore_index=batch.ignore_index,
+        low_rank=None if pair is None else (pair[0][:n], pair[1]),
         accum_dtype=options.accum_dtype, memory_budget=options.memory_budget, logits_dtype=options.logits_dtype,
-        impl=options.impl, **options.policy(),
+        impl=options.impl, reduction="mean" if total is None else "sum", **options.policy(),
     ).loss  # fmt: skip
+    tokens = (nll_target[:n] != batch.ignore_index).sum().to(batch.dtype)
+    return loss if total is None else loss / total, tokens
 
 
+@takes_module("hidden")
 def unpaired_loss(
-    op: str, loss_fn: LossFn, hidden: Tensor, weight: Tensor, target: Tensor, labels: Tensor | None,
+    op: str, loss_fn: LossFn, hidden: Tensor, weight: Any, target: Tensor, labels: Tensor | None,
     bias: Tensor | None, reference: Reference | None, *, ignore_index: int, average: bool, options: HeadOptions,
-    loss_kwargs: dict[str, Any],
+    loss_kwargs: dict[str, Any], low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """A loss of single sequences, each labelled desirable (chosen) or not (rejected): labels `[B]` bool.
 
@@ -278,7 +313,7 @@ def unpaired_loss(
     ref_log_prob_chunk; it returns their share of the loss, divided by B already, and metrics.
     -> loss, (chosen_logps_sum, rejected_logps_sum, chosen_logits_sum, rejected_logits_sum, *metrics of loss_fn)
     """
-    batch = Batch(op, hidden, weight, target, bias, ignore_index, average, options)
+    batch = Batch(op, hidden, weight, target, bias, ignore_index, average, options, low_rank)
     n = target.shape[0]
     if labels is None:
         raise ValueError(
@@ -290,14 +325,14 @@ def unpaired_loss(
         f"{op}: preference_labels must be [{n}], one a sequence and at least one; got {list(desirable.shape)}.",
     )
     given = batch.reference_logps(reference)
-    any_token = batch.valid.any()
+    any_token, share = batch.valid.any(), options.share(n)
 
     def objective(tokens: Tokens) -> tuple[Tensor, Any]:
         lo, hi = tokens.groups
         logps, chosen = batch.logps(tokens)[lo:hi], desirable[lo:hi]
         extra = {} if given is None else {"ref_log_prob_chunk": given[lo:hi]}
         loss, metrics = _parts(loss_fn(logps, chosen, target, **extra, **loss_kwargs))
-        return torch.where(any_token, loss, 0.0), (logps.detach(), *metrics)
+        return torch.where(any_token, loss, 0.0) * share, (logps.detach(), *metrics)
 
     loss, (logps, *metrics) = batch.run(objective, torch.arange(n, device=target.device), n)
     sums = [
@@ -305,4 +340,5 @@ def unpaired_loss(
         for values in (logps, batch.logit_sums())
         for side in (desirable, ~desirable)
     ]
+    metrics += _counts(options, n, batch.counts.new_zeros(()))
     return loss, (*sums, *metrics)

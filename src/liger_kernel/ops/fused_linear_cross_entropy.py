@@ -27,6 +27,7 @@ from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head.cross_entropy import objective_cross_entropy
 from liger_kernel.ops.head.engine import Wanted, part, placed, run, valid_tokens
+from liger_kernel.ops.head.module import Packed, takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 
@@ -253,14 +254,15 @@ OP = Op(
 # 4 public
 
 
+@takes_module("input")
 def fused_linear_cross_entropy(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None, *,
+    input: Tensor, weight: Any, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, lse_square_scale: float = 0.0, reduction: str = "mean",
     softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, temperature: float = 1.0,
     return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     memory_budget: int | float | str | None = None, num_valid: int | None = None, group: Any = None,
-    logits_dtype: Any = None, impl: str | None = None,
+    logits_dtype: Any = None, impl: str | None = None, low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> CrossEntropyOutput:  # fmt: skip
     """Cross entropy of a linear head's logits, which never exist as a whole.
 
@@ -268,7 +270,8 @@ def fused_linear_cross_entropy(
         input: hidden states `[N, H]` or `[*, H]`, any strides; fp16, bf16, fp32 (fp64 on the torch path).
         weight: `[V, H]`; tied, frozen, or of another dtype (it is then cast to the input's for the products, and its
             gradient accumulates in its own dtype). A DTensor split along its rows, or with `group` this rank's slice:
-            as in `linear_logprob`, without class weights.
+            as in `linear_logprob`, without class weights. Or the head as a module, see `ops.head.module`; a quantised
+            one or one with adapters likewise.
         target: `[N]` or `[*]` class indices; `ignore_index` where there is none.
         bias: `[V]` or None.
         ce_weight: `[V]` class weights of the loss, or None.
@@ -281,11 +284,12 @@ def fused_linear_cross_entropy(
         group: the torch.distributed group over which the vocabulary is split.
         logits_dtype: how 16-bit chunks of logits are kept: None, torch.float32 or "offset", see `ops.head.logits`;
             without class weights.
+        low_rank: d `[*, r]` and U `[V, r]`, as in `linear_logprob`; without class weights.
         impl: "triton" or "torch" for this call, None for the default choice.
     Returns:
         CrossEntropyOutput: loss fp32 (scalar, or `[*]` for "none"), and where asked z_loss, token_accuracy (fp32) and
         predicted_tokens (int64, -1 on ignored). No valid token: 0, with zero gradients. Only loss is differentiable,
-        in input, weight and bias.
+        in input, weight, bias and low_rank.
     Memory:
         See the module. Under autocast the products run in its dtype.
     Raises:
@@ -300,14 +304,16 @@ def fused_linear_cross_entropy(
         "use_token_scaling": use_token_scaling, "return_z_loss": return_z_loss,
         "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
     }  # fmt: skip
-    if group is not None or logits_dtype is not None or is_dtensor(weight):
+    plain = group is None and logits_dtype is None and low_rank is None
+    if not plain or isinstance(weight, Packed) or is_dtensor(weight):
         require(
-            ce_weight is None, f"{name}: a sharded head and logits_dtype take no class weights."
+            ce_weight is None,
+            f"{name}: a sharded, quantised or LoRA head and logits_dtype take no class weights.",
         )
         ce.check_options(name, weight.shape[0], None, label_smoothing, reduction, softcap)
         return objective_cross_entropy(
             input, weight, target, bias, group, post_scale=post_scale, temperature=temperature,
-            memory_budget=memory_budget, logits_dtype=logits_dtype, impl=impl, **options,
+            memory_budget=memory_budget, logits_dtype=logits_dtype, low_rank=low_rank, impl=impl, **options,
         )  # fmt: skip
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
     input = check_head(name, input, target, head, ignore_index)

@@ -3,14 +3,18 @@
     z = post_scale * softcap(pre_scale * (h W^T + b)) / temperature     h: [N, H]   W: [V, H]   b: [V]
     logp = z_y - lse(z): [N] fp32                                       y: [N] targets
 
+With a low-rank term h W^T + b + d U^T, d: `[N, r]`, U: `[V, r]`: the head of a model under LoRA. A module in the place
+of the weight is asked what it is: linear, quantised, with adapters (`ops.head.module`).
+
 and where asked, from the same pass: entropy H(softmax z), argmax of z, log-probabilities of K further ids. All but the
 argmax are differentiable, so any loss over a vocabulary is a few lines of torch on `[N]` vectors.
 
 Four matrix products: backward makes the chunks of logits again (a loss that is known in advance needs three:
 `ops.head.objective`). Ignored tokens are dropped before the first product.
 
-Memory  Between forward and backward: the inputs. During a pass: one chunk of logits within `memory_budget` (as in
-        `fused_linear_cross_entropy`), in backward also dh, dW, db.
+Memory  Between forward and backward: the inputs, a quantised weight as it is. During a pass: one chunk of logits within
+        `memory_budget` (as in `fused_linear_cross_entropy`), a quantised weight made dense, in backward also the
+        gradients.
 """
 
 from dataclasses import dataclass
@@ -23,6 +27,7 @@ from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
 from liger_kernel.ops.head.engine import Gradients, Wanted, part, placed, run, valid_tokens
 from liger_kernel.ops.head.logits import form_of
+from liger_kernel.ops.head.module import takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.head.rows import RowMath
@@ -47,11 +52,15 @@ def reference(
     softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, ignore_index: int = -100,
     return_entropy: bool = False, return_argmax: bool = False, selected_token_ids: Tensor | None = None,
     accum_dtype: torch.dtype | None = None, memory_budget: Any = None, num_valid: int | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> LogprobOutput:  # fmt: skip
     """The definition: logits in the inputs' dtype, the rest in fp32."""
     z = torch.nn.functional.linear(
         hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     )
+    if low_rank is not None:
+        down, up = low_rank
+        z = z + (down @ up.t()).to(z.dtype)
     x = pre_scale * z.to(compute_dtype(z))
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)
@@ -114,7 +123,7 @@ def _pass(
     return found, grads, keep
 
 
-def _fake_forward(hidden, weight, target, bias, ids, *rest):
+def _fake_forward(hidden, weight, target, bias, down, up, ids, *rest):
     shape, (want_entropy, want_argmax) = target.shape, rest[8:10]
     many = (*shape, 0 if ids is None else ids.shape[0])
     return (
@@ -126,19 +135,21 @@ def _fake_forward(hidden, weight, target, bias, ids, *rest):
 
 
 @named(
-    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ids, int ignore_index, float pre_scale,"
-    " float? softcap, float post_scale, str? group, int start, int total, str logits, bool want_entropy,"
-    " bool want_argmax, int budget, int? num_valid, bool kernels) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? down, Tensor? up, Tensor? ids,"
+    " int ignore_index, float pre_scale, float? softcap, float post_scale, str? group, int start, int total,"
+    " str logits, bool want_entropy, bool want_argmax, int budget, int? num_valid, bool kernels)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_forward,
 )
 def linear_logprob_forward(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, ignore_index: int,
-    pre_scale: float, softcap: float | None, post_scale: float, group: str | None, start: int, total: int,
-    logits: str, want_entropy: bool, want_argmax: bool, budget: int, num_valid: int | None, kernels: bool,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+    ids: Tensor | None, ignore_index: int, pre_scale: float, softcap: float | None, post_scale: float,
+    group: str | None, start: int, total: int, logits: str, want_entropy: bool, want_argmax: bool, budget: int,
+    num_valid: int | None, kernels: bool,
 ) -> Any:  # fmt: skip
     """-> logp, entropy, argmax, selected (empty where not asked for)."""
-    shard = None if group is None else VocabShard(group, start, total)
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, shard=shard, logits=logits)
+    transform = (pre_scale, softcap, post_scale)
+    head = _head(weight, bias, down, up, transform, group, start, total, logits)
     labels = target.reshape(-1)
     found, _, keep = _pass(
         hidden, head, labels, ids, None, ignore_index, want_entropy, want_argmax, None, budget, num_valid, kernels,
@@ -167,46 +178,54 @@ def linear_logprob_forward(
     return logp, entropy, argmax, selected.view(*target.shape, ids.shape[0])
 
 
+def _head(
+    weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+    transform: tuple[float, float | None, float], group: str | None, start: int, total: int, logits: str,
+) -> HeadParams:  # fmt: skip
+    shard = None if group is None else VocabShard(group, start, total)
+    pair = None if down is None or up is None else (down, up)
+    return HeadParams(weight, bias, *transform, shard=shard, logits=logits, low_rank=pair)
+
+
 def _empty_stats(hidden: Tensor) -> LogpStats:
     none = hidden.new_empty(0, dtype=compute_dtype(hidden))
     return LogpStats(none, none, none, none, hidden.new_empty(0, dtype=torch.int64), none)
 
 
-def _fake_backward(hidden, weight, target, bias, *rest):
-    need = rest[-3:]
-    wants = zip((hidden, weight, bias), need, strict=True)
+def _fake_backward(hidden, weight, target, bias, down, up, *rest):
+    wants = zip((hidden, weight, bias, down, up), rest[-5:], strict=True)
     return tuple(
         hidden.new_empty(0) if t is None or not n else t.new_empty(t.shape) for t, n in wants
     )
 
 
 @named(
-    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ids, Tensor? dlogp, Tensor? dentropy,"
-    " Tensor? dselected, int ignore_index, float pre_scale, float? softcap, float post_scale, str? group, int start,"
-    " int total, str logits, ScalarType? accum_dtype, int budget, int? num_valid, bool kernels, bool need_dh,"
-    " bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)",
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? down, Tensor? up, Tensor? ids,"
+    " Tensor? dlogp, Tensor? dentropy, Tensor? dselected, int ignore_index, float pre_scale, float? softcap,"
+    " float post_scale, str? group, int start, int total, str logits, ScalarType? accum_dtype, int budget,"
+    " int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db, bool need_dd, bool need_du)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def linear_logprob_backward(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, dlogp: Tensor | None,
-    dentropy: Tensor | None, dselected: Tensor | None, ignore_index: int, pre_scale: float, softcap: float | None,
-    post_scale: float, group: str | None, start: int, total: int, logits: str, accum_dtype: torch.dtype | None,
-    budget: int, num_valid: int | None, kernels: bool, need_dh: bool, need_dw: bool, need_db: bool,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+    ids: Tensor | None, dlogp: Tensor | None, dentropy: Tensor | None, dselected: Tensor | None, ignore_index: int,
+    pre_scale: float, softcap: float | None, post_scale: float, group: str | None, start: int, total: int,
+    logits: str, accum_dtype: torch.dtype | None, budget: int, num_valid: int | None, kernels: bool, need_dh: bool,
+    need_dw: bool, need_db: bool, need_dd: bool, need_du: bool,
 ) -> Any:  # fmt: skip
-    """-> dh, dw, db (empty where not needed)."""
-    shard = None if group is None else VocabShard(group, start, total)
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, shard=shard, logits=logits)
+    """-> dh, dw, db, dd, du (empty where not needed)."""
+    transform = (pre_scale, softcap, post_scale)
+    head = _head(weight, bias, down, up, transform, group, start, total, logits)
     flat = [
         None if g is None else g.reshape(target.numel(), *g.shape[target.dim() :])
         for g in (dlogp, dentropy, dselected)
     ]
     _, grads, _ = _pass(
         hidden, head, target.reshape(-1), ids, tuple(flat), ignore_index, False, False, accum_dtype, budget, num_valid,
-        kernels, Wanted(need_dh, need_dw, need_db),
+        kernels, Wanted(need_dh, need_dw, need_db, need_dd, need_du),
     )  # fmt: skip
-    return tuple(
-        hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)
-    )
+    return tuple(hidden.new_empty(0) if g is None else g for g in grads.all())
 
 
 # 3 op
@@ -215,26 +234,18 @@ def linear_logprob_backward(
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None,
-        options: tuple[Any, ...], kernels: bool,
+        ctx: Any, hidden: Tensor, weight: Any, target: Tensor, bias: Tensor | None, down: Tensor | None,
+        up: Tensor | None, ids: Tensor | None, options: tuple[Any, ...], kernels: bool,
     ) -> Any:  # fmt: skip
         transform, accum_dtype, (want_entropy, want_argmax), place = options
-        ctx.save_for_backward(hidden, weight, target, bias, ids)
+        ctx.packed = None if isinstance(weight, Tensor) else weight
+        kept = None if ctx.packed is not None else weight
+        ctx.save_for_backward(hidden, kept, target, bias, down, up, ids)
         ctx.call = transform, accum_dtype, place, kernels
         ctx.set_materialize_grads(False)
-        found = linear_logprob_forward(
-            hidden,
-            weight,
-            target,
-            bias,
-            ids,
-            *transform,
-            want_entropy,
-            want_argmax,
-            *place,
-            kernels,
-        )
-        logp, entropy, argmax, selected = found
+        logp, entropy, argmax, selected = linear_logprob_forward(
+            hidden, weight, target, bias, down, up, ids, *transform, want_entropy, want_argmax, *place, kernels
+        )  # fmt: skip
         ctx.mark_non_differentiable(argmax)
         return logp, entropy, argmax, selected
 
@@ -243,30 +254,17 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, _: Any, dselected: Tensor | None
     ) -> Any:
-        (hidden, weight, target, bias, ids), needed = (
-            ctx.saved_tensors,
-            [ctx.needs_input_grad[i] for i in (0, 1, 3)],
-        )
+        hidden, weight, target, bias, down, up, ids = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4, 5)]
         transform, accum_dtype, place, kernels = ctx.call
         dentropy = dentropy if dentropy is not None and dentropy.numel() == target.numel() else None
         dselected = dselected if ids is not None else None
         grads = linear_logprob_backward(
-            hidden,
-            weight,
-            target,
-            bias,
-            ids,
-            dlogp,
-            dentropy,
-            dselected,
-            *transform,
-            accum_dtype,
-            *place,
-            kernels,
-            *needed,
-        )
-        dh, dw, db = (g if n else None for g, n in zip(grads, needed, strict=True))
-        return dh, dw, None, db, None, None, None
+            hidden, weight if ctx.packed is None else ctx.packed, target, bias, down, up, ids, dlogp, dentropy,
+            dselected, *transform, accum_dtype, *place, kernels, *needed,
+        )  # fmt: skip
+        dh, dw, db, dd, du = (g if n else None for g, n in zip(grads, needed, strict=True))
+        return dh, dw, None, db, dd, du, None, None, None
 
 
 def supports(*_: Any) -> str | None:
@@ -293,12 +291,14 @@ OP = Op(
 # 4 public
 
 
+@takes_module("hidden")
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    hidden: Tensor, weight: Any, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
     softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0, ignore_index: int = -100,
     return_entropy: bool = False, return_argmax: bool = False, selected_token_ids: Tensor | None = None,
     accum_dtype: torch.dtype | None = None, memory_budget: int | float | str | None = None,
     num_valid: int | None = None, group: Any = None, logits_dtype: Any = None, impl: str | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> LogprobOutput:  # fmt: skip
     """Per-token log-probabilities of `targets` under a linear head, differentiable, without the logits.
 
@@ -306,7 +306,7 @@ def linear_logprob(
         hidden: `[*, H]` of any strides; fp16, bf16, fp32 (fp64 on the torch path).
         weight: `[V, H]`; tied, frozen, or of another dtype. A DTensor split along its rows, or with `group` this rank's
             slice: then every rank gives the same hidden states and targets (of the whole vocabulary), gets the same
-            results, and dh is the sum over the group.
+            results, and dh is the sum over the group. Or the head as a module, see `ops.head.module`.
         targets: `[*]` class indices; `ignore_index` where there is none: 0 in every output, -1 in argmax, no gradient.
         bias: `[V]` or None.
         temperature, softcap, pre_scale, post_scale: the transforms between product and logits, see the module.
@@ -316,17 +316,21 @@ def linear_logprob(
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
         group: the torch.distributed group over which the vocabulary is split, see `ops.head.shard.local_head`.
         logits_dtype: how 16-bit chunks of logits are kept: None, torch.float32 or "offset", see `ops.head.logits`.
+        low_rank: d `[*, r]` and U `[V, r]` of a low-rank term, differentiable; dU is summed in fp32. U is split as W.
     Returns:
         LogprobOutput: logp `[*]` fp32; entropy fp32, argmax int64, selected fp32 where asked.
     Memory:
         Keeps its inputs. See the module.
     Raises:
-        ValueError: shapes that do not fit, an empty or flat (sharded) weight, transforms out of range, bad ids.
+        ValueError: shapes that do not fit, an empty or flat (sharded) weight, transforms out of range, bad ids, a
+            module that is more than such a product (DoRA, a layer with a forward of its own).
         IndexError: on a CPU, a target out of range; elsewhere that row becomes NaN.
     """
     name = OP.name
     weight, bias, shard = local_head(name, weight, bias, group)
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature, shard)
+    head = HeadParams(
+        weight, bias, pre_scale, softcap, post_scale, temperature, shard, low_rank=low_rank
+    )
     hidden = check_head(name, hidden, targets, head, ignore_index)
     if selected_token_ids is not None:
         require(
@@ -344,7 +348,14 @@ def linear_logprob(
     place = (resolve_budget(memory_budget, hidden.device), num_valid)
     options = (transform, accum_dtype, (return_entropy, return_argmax), place)
     logp, entropy, argmax, selected = OP(
-        hidden, weight, targets, bias, selected_token_ids, options, impl=impl
+        hidden,
+        weight,
+        targets,
+        bias,
+        *(low_rank or (None, None)),
+        selected_token_ids,
+        options,
+        impl=impl,
     )
     return LogprobOutput(
         logp,

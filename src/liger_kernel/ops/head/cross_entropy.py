@@ -1,4 +1,5 @@
-"""Cross entropy as an objective of the engine: of a head whose rows lie with several ranks, or of better kept logits.
+"""Cross entropy as an objective of the engine: of a head whose rows lie with several ranks, which is quantised or has a
+low-rank term, or of better kept logits.
 
     loss = -(1 - s) logp - s mean_logp + k lse^2        s: label smoothing   k: lse_square_scale
 
@@ -20,11 +21,11 @@ _OP = "fused_linear_cross_entropy"
 
 
 def objective_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, group: Any, *, ignore_index: int,
+    hidden: Tensor, weight: Any, target: Tensor, bias: Tensor | None, group: Any, *, ignore_index: int,
     label_smoothing: float, lse_square_scale: float, reduction: str, use_token_scaling: bool, return_z_loss: bool,
     return_token_accuracy: bool, return_predicted_tokens: bool, impl: str | None, **head: Any,
 ) -> CrossEntropyOutput:  # fmt: skip
-    """`fused_linear_cross_entropy`; `head`: transforms, accum_dtype, memory_budget and logits_dtype.
+    """`fused_linear_cross_entropy`; `head`: transforms, low_rank, accum_dtype, memory_budget and logits_dtype.
 
     Raises:
         ValueError: reduction "none" with anything beside the loss itself.
@@ -33,8 +34,8 @@ def objective_cross_entropy(
     if reduction == "none":
         require(
             plain and not return_z_loss,
-            f'{_OP}: reduction="none" on a sharded head or with logits_dtype takes no label smoothing, z-loss or token '
-            'scaling; use "sum" or "mean".',
+            f'{_OP}: reduction="none" on a sharded, quantised or LoRA head or with logits_dtype takes no label '
+            'smoothing, z-loss or token scaling; use "sum" or "mean".',
         )
         found = linear_logprob(
             hidden, weight, target, bias=bias, ignore_index=ignore_index, group=group, impl=impl,

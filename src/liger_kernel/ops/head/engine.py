@@ -4,16 +4,20 @@
     loss, dz             in place over the buffer          one kernel (`ops.cross_entropy.ce_rows`)
     dh = dz W            dW += dz^T h        db += sum dz  plain matrix products
 
+A low-rank term (LoRA), z += d U^T with d `[N, r]` and U `[V, r]`, is one more narrow product each:
+
+    z = d U^T + b first  dd = dz U           dU += dz^T d  summed in fp32
+
 Ignored tokens are dropped before the first product: supervised batches mask 30-80 % of their
 labels. The count of what is left is the one value the host waits for; a hint (`num_valid`), a
 captured CUDA graph or a batch without ignored tokens skips it.
 
-With a head whose rows lie on several ranks (`head.shard`) the row kernel sees a slice of the columns, dW stays here and
-dh is summed over the ranks, in fp32, under the product that makes dW.
+With a head whose rows lie on several ranks (`head.shard`) the row kernel sees a slice of the columns, dW and dU stay
+here; dh and dd are summed over the ranks, in fp32, under the products that make dW and dU.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from liger_kernel import _env
 from liger_kernel.ops._op import compute_dtype, rows
-from liger_kernel.ops.head.logits import Logits
+from liger_kernel.ops.head.logits import Logits, accumulate, product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
 
@@ -36,10 +40,12 @@ class Wanted:
     hidden: bool = False
     weight: bool = False
     bias: bool = False
+    down: bool = False
+    up: bool = False
 
     @property
     def any(self) -> bool:
-        return self.hidden or self.weight or self.bias
+        return any(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass
@@ -49,6 +55,11 @@ class Gradients:
     hidden: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    down: Tensor | None = None
+    up: Tensor | None = None
+
+    def all(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, self.bias, self.down, self.up
 
 
 def valid_tokens(target: Tensor, ignore_index: int, num_valid: int | None) -> Tensor | None:
@@ -106,29 +117,30 @@ def run(
     Returns what per_row returned for every chunk, and the gradients.
     """
     h = rows(hidden)
-    cast = replace(
-        head,
-        weight=head.weight.to(h.dtype),
-        bias=None if head.bias is None else head.bias.to(h.dtype),
-    )
+    cast = head.to(h.dtype)
+    down, up = cast.low_rank or (None, None)
     n = h.shape[0] if keep is None else keep.numel()
     todo = plan_for(h, head, n, budget, dropped=keep is not None)
     if cuts is not None:
         longest = max((stop - start for start, stop in cuts), default=0)
         todo = replace(todo, chunks=len(cuts), rows=longest)
     sums = _Sums(h, cast, head, wanted, todo, accum_dtype, hidden.shape, keep is not None)
-    logits_of = Logits(cast.weight, cast.bias, head.logits, todo.rows, todo.row_stride, wanted.any)
+    logits_of = Logits(
+        cast.weight, cast.bias, head.logits, todo.rows, todo.row_stride, wanted.any, up
+    )  # fmt: skip
     found: list[Any] = []
     with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
         for start, stop in todo.slices() if cuts is None else cuts:
             index = None if keep is None else keep[start:stop]
-            x = part(h, start, stop, index)
-            y = None if targets is None else part(targets, start, stop, index)
-            logits, dz, shift = logits_of(x, y)
+            x, y, d = (
+                None if t is None else part(t, start, stop, index) for t in (h, targets, down)
+            )
+            assert x is not None
+            logits, dz, shift = logits_of(x, y, d)
             more = () if shift is None else (shift,)
             found.append(per_row(logits, start, stop, index, dz if wanted.any else None, *more))
             if wanted.any:
-                sums.add(dz, x, start, stop, index)
+                sums.add(dz, x, d, start, stop, index)
         return found, sums.finish()
 
 
@@ -149,66 +161,59 @@ class _Sums:
         self.dw = start(shape, dtype=wide, device=device) if wanted.weight else None
         exact = compute_dtype(h)
         self.db = torch.zeros(shape[0], dtype=exact, device=device) if wanted.bias else None
-        self.on_the_way: tuple[Any, Tensor, Tensor | slice] | None = None
+        self.dd = self.du = None
+        if head.low_rank is not None and cast.low_rank is not None:
+            d, u = cast.low_rank
+            own = head.low_rank[0].dtype
+            self.dd = make(d.shape, dtype=own, device=device) if wanted.down else None
+            self.du = start(u.shape, dtype=exact, device=device) if wanted.up else None
+        self.on_the_way: list[tuple[Any, Tensor, Tensor, Tensor | slice]] = []
 
-    def add(self, dz: Tensor, x: Tensor, start: int, stop: int, index: Tensor | None) -> None:
-        if self.dh is not None:
+    def add(
+        self, dz: Tensor, x: Tensor, d: Tensor | None, start: int, stop: int, index: Tensor | None
+    ) -> None:
+        self._receive()
+        u = None if self.cast.low_rank is None else self.cast.low_rank[1]
+        for out, factor in ((self.dh, self.cast.weight), (self.dd, u)):
+            if out is None or factor is None:
+                continue
             if self.cast.shard is not None:
-                self._send(dz, slice(start, stop) if index is None else index)
+                self._send(out, dz, factor, slice(start, stop) if index is None else index)
             elif index is None:
-                torch.mm(dz, self.cast.weight, out=self.dh[start:stop])
+                accumulate(out[start:stop], dz, factor, first=True)
             else:
-                self.dh.index_copy_(0, index, torch.mm(dz, self.cast.weight))
+                out.index_copy_(0, index, product(dz, factor, out.dtype))
         if self.dw is not None:
-            _accumulate(self.dw, dz.t(), x, first=start == 0)
+            accumulate(self.dw, dz.t(), x, first=start == 0)
+        if self.du is not None and d is not None:
+            accumulate(self.du, dz.t(), d, first=start == 0)
         if self.db is not None:
             self.db += dz.sum(0, dtype=self.db.dtype)
 
-    def _send(self, dz: Tensor, place: Tensor | slice) -> None:
-        """Sum this slice's part of dh over the group in fp32, while dW is made."""
-        self._receive()
-        wide = compute_dtype(dz)
-        if wide != dz.dtype and _env.mixed_products(dz.device):
-            share = torch.mm(dz, self.cast.weight, out_dtype=wide)
-        else:
-            share = torch.mm(dz, self.cast.weight).to(wide)
+    def _send(self, out: Tensor, dz: Tensor, factor: Tensor, place: Tensor | slice) -> None:
+        """Sum this slice's part of dh or dd over the group in fp32, while dW and dU are made."""
+        share = product(dz, factor, compute_dtype(dz))
         group = self.cast.shard.process_group  # type: ignore[union-attr]
         work = torch.distributed.all_reduce(share, group=group, async_op=True)
-        self.on_the_way = work, share, place
+        self.on_the_way.append((work, share, out, place))
 
     def _receive(self) -> None:
-        if self.on_the_way is None or self.dh is None:
-            return
-        work, share, place = self.on_the_way
-        work.wait()
-        self.dh[place] = share.to(self.dh.dtype)
-        self.on_the_way = None
+        for work, share, out, place in self.on_the_way:
+            work.wait()
+            out[place] = share.to(out.dtype)
+        self.on_the_way.clear()
 
     def finish(self) -> Gradients:
         self._receive()
-        dw, db, bias = self.dw, self.db, self.head.bias
+
+        def like(total: Tensor | None, given: Tensor | None) -> Tensor | None:
+            return None if total is None or given is None else total.to(given.dtype)
+
+        down, up = self.head.low_rank or (None, None)
         return Gradients(
             None if self.dh is None else self.dh.view(self.hidden_shape),
-            None if dw is None else dw.to(self.head.weight.dtype),
-            None if db is None or bias is None else db.to(bias.dtype),
+            like(self.dw, self.head.weight),
+            like(self.db, self.head.bias),
+            None if self.dd is None or down is None else self.dd.view(down.shape),
+            like(self.du, up),
         )
-
-
-def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total (+)= a @ b, accumulated in the product's fp32 registers and rounded once to total's
-    dtype.
-    """
-    if total.dtype == a.dtype:
-        if first:
-            torch.mm(a, b, out=total)
-        else:
-            total.addmm_(a, b)
-    elif _env.mixed_products(a.device):
-        if first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif first:
-        total.copy_(a.to(total.dtype) @ b.to(total.dtype))
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))

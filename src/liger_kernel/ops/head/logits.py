@@ -34,55 +34,82 @@ def form_of(op: str, logits_dtype: Any, dtype: torch.dtype) -> str:
 
 
 class Logits:
-    """Buffers for chunks of up to `rows` tokens, and the product that fills them.
+    """Buffers for chunks of up to `rows` tokens, and the products that fill them.
 
-    weight `[V, H]` and bias have the dtype of the hidden states.
+    weight `[V, H]`, bias and up `[V, r]` have the dtype of the hidden states.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, form: str, rows: int, stride: int, gradient: bool
+        self, weight: Tensor, bias: Tensor | None, form: str, rows: int, stride: int, gradient: bool,
+        up: Tensor | None = None,
     ):  # fmt: skip
-        self.weight, self.bias, self.form = weight, bias, form
+        self.weight, self.bias, self.up, self.form = weight, bias, up, form
         wide = form == "float32"
         kept = torch.float32 if wide else weight.dtype
         self._buffer = torch.empty((rows, stride), dtype=kept, device=weight.device)
         self._gradient = self._buffer
         if wide and gradient:
             self._gradient = torch.empty((rows, stride), dtype=weight.dtype, device=weight.device)
-        self._mixed = not wide or _env.mixed_products(weight.device)
-        self._operand = weight.t() if self._mixed else weight.t().float()
+        direct = not wide or _env.mixed_products(weight.device)
+        self._factors = [m.t() if direct else m.t().float() for m in (up, weight) if m is not None]
 
-    def __call__(self, x: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def __call__(
+        self, x: Tensor, target: Tensor | None, down: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """-> logits `[C, V]` of x `[C, H]`, where their gradient may go, and under "offset" what to add to each row.
 
-        target `[C]`: read under "offset" alone; anything outside the classes is taken for the nearest.
+        down `[C, r]`: the other side of `up`. target `[C]`: read under "offset" alone; anything outside the classes is
+        taken for the nearest.
         """
         n, vocab = x.shape[0], self.weight.shape[0]
         logits, gradient = self._buffer[:n, :vocab], self._gradient[:n, :vocab]
-        if self.form == "same":
-            if self.bias is None:
-                torch.mm(x, self._operand, out=logits)
-            else:
-                torch.addmm(self.bias, x, self._operand, out=logits)
-            return logits, gradient, None
-        if self.form == "float32":
-            if self._mixed:
-                torch.mm(x, self._operand, out_dtype=torch.float32, out=logits)
-            else:
-                torch.mm(x.float(), self._operand, out=logits)
-            if self.bias is not None:
-                logits += self.bias
-            return logits, gradient, None
-        assert target is not None
-        shift = self._target_logit(x, target.clamp(0, vocab - 1).long())
-        logits.copy_(-shift[:, None])
-        logits.addmm_(x, self._operand)
-        if self.bias is not None:
+        # What stands there before the last product is rounded once more: the smaller of what there could be.
+        terms = list(zip([x] if down is None else [down, x], self._factors, strict=True))
+        shift, first = None, True
+        if self.form == "offset":
+            assert target is not None
+            shift = self._target_logit(x, target.clamp(0, vocab - 1).long(), down)
+            logits.copy_(-shift[:, None])
+            terms.reverse()
+            first = False
+        elif self.form == "same" and self.bias is not None:
+            torch.addmm(self.bias, *terms.pop(0), out=logits)
+            first = False
+        for a, b in terms:
+            accumulate(logits, a, b, first)
+            first = False
+        if self.form != "same" and self.bias is not None:
             logits += self.bias
-        return logits, gradient, shift.float()
+        return logits, gradient, None if shift is None else shift.float()
 
-    def _target_logit(self, x: Tensor, y: Tensor) -> Tensor:
+    def _target_logit(self, x: Tensor, y: Tensor, down: Tensor | None) -> Tensor:
         z = (x.float() * self.weight[y].float()).sum(-1)
+        if down is not None and self.up is not None:
+            z += (down.float() * self.up[y].float()).sum(-1)
         if self.bias is not None:
             z = z + self.bias[y]
         return z.to(x.dtype)
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in another dtype, rounded once where the device can."""
+    if dtype != a.dtype and _env.mixed_products(a.device):
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total (+)= a @ b, accumulated in the product's fp32 registers and rounded once to total's
+    dtype.
+    """
+    if total.dtype != a.dtype and _env.mixed_products(a.device):
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        return
+    a, b = a.to(total.dtype), b.to(total.dtype)
+    if first:
+        torch.mm(a, b, out=total)
+    else:
+        total.addmm_(a, b)

@@ -12,7 +12,8 @@ to know its derivatives, and the gradient of the head can be made while the chun
 A group that does not fit the memory budget takes four products: log-probabilities of everything first
 (`linear_logprob`), then the objective once, then the logits again. Ignored tokens are dropped either way.
 
-Memory  As `fused_linear_cross_entropy`: dh, dW and db from forward to backward, one chunk of logits meanwhile.
+Memory  As `fused_linear_cross_entropy`: the gradients from forward to backward, one chunk of logits meanwhile. A
+        quantised weight is dense during the pass alone.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from liger_kernel.ops._op import compute_dtype, first_order, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Gradients, Wanted, plan_for, run
 from liger_kernel.ops.head.logits import DTYPES, form_of
+from liger_kernel.ops.head.module import takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.head.rows import RowMath
@@ -200,14 +202,15 @@ def _nothing(hidden: Tensor, call: _Call) -> Tensor:
 class _Objective(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: HeadParams, targets: Tensor,
-        order: _Order, call: _Call, train: bool, extras: list[Any],
+        ctx: Any, hidden: Tensor, weight: Any, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+        head: HeadParams, targets: Tensor, order: _Order, call: _Call, train: bool, extras: list[Any],
     ) -> Tensor:  # fmt: skip
-        ctx.needed = tuple(needed and train for needed in ctx.needs_input_grad[:3])
+        ctx.needed = tuple(needed and train for needed in ctx.needs_input_grad[:5])
         loss, seen, grads = _one_pass(hidden, head, targets, order, call, Wanted(*ctx.needed))
         extras += seen
-        ctx.ready = [grads.hidden, grads.weight, grads.bias]
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.ready = grads.all()
+        kept = weight if isinstance(weight, Tensor) else None
+        ctx.save_for_backward(hidden, kept, bias, down, up, targets)
         ctx.head, ctx.order, ctx.call = head, order, call
         return loss
 
@@ -218,27 +221,29 @@ class _Objective(torch.autograd.Function):
         if (
             ready is None
         ):  # a second backward makes the gradients again: the first has given them away
-            hidden, _, _, targets = ctx.saved_tensors
+            hidden, *_, targets = ctx.saved_tensors
             wanted = Wanted(*ctx.needed)
             _, _, grads = _one_pass(hidden, ctx.head, targets, ctx.order, ctx.call, wanted)
-            ready = [grads.hidden, grads.weight, grads.bias]
+            ready = grads.all()
         scaled = [None if g is None else scale_(g, dloss.to(g.dtype)) for g in ready]
-        return *scaled, None, None, None, None, None, None
+        return *scaled, *(None,) * 6
 
 
+@takes_module("hidden")
 def fused_linear_objective(
-    hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective, *, bias: Tensor | None = None,
+    hidden: Tensor, weight: Any, targets: Tensor, objective: Objective, *, bias: Tensor | None = None,
     group: Tensor | None = None, n_groups: int = 0, entropy: bool = False, lse: bool = False, mean_logp: bool = False,
     argmax: bool = False, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
     pre_scale: float = 1.0, post_scale: float = 1.0, accum_dtype: torch.dtype | None = None,
     memory_budget: int | float | str | None = None, process_group: Any = None, logits_dtype: Any = None,
-    impl: str | None = None,
+    impl: str | None = None, low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, list[Any]]:  # fmt: skip
     """A loss of your own on the log-probabilities of a linear head, without the logits.
 
     Args:
         hidden: `[*, H]`; fp16, bf16, fp32 (fp64 on the torch path).
-        weight: `[V, H]`. targets: `[*]`, `ignore_index` where there is none. bias: `[V]` or None.
+        weight: `[V, H]`, or the head as a module. targets: `[*]`, `ignore_index` where there is none. bias: `[V]` or
+            None. low_rank: as in `linear_logprob`.
         objective: called once for each chunk with `Tokens`; returns that chunk's share of the loss (a scalar; the total
             is the sum) and anything else worth keeping. It must use nothing of tokens in other chunks, and divide by
             denominators known beforehand.
@@ -249,16 +254,18 @@ def fused_linear_objective(
         accum_dtype, memory_budget, impl: as in `fused_linear_cross_entropy`.
         process_group, logits_dtype: as `linear_logprob`'s group and logits_dtype.
     Returns:
-        The loss, fp32, differentiable in hidden, weight and bias; and what the objective returned beside it, a list in
-        the order of the groups.
+        The loss, fp32, differentiable in hidden, weight, bias and low_rank; and what the objective returned beside it,
+        a list in the order of the groups.
     Memory:
-        dh, dW and db from forward to backward. See the module.
+        The gradients from forward to backward. See the module.
     Raises:
         ValueError: shapes that do not fit, an empty or flat (sharded) weight. IndexError: a target out of range (CPU).
     """
     name = "fused_linear_objective"
     weight, bias, shard = local_head(name, weight, bias, process_group)
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature, shard)
+    head = HeadParams(
+        weight, bias, pre_scale, softcap, post_scale, temperature, shard, low_rank=low_rank
+    )
     hidden = check_head(name, hidden, targets, head, ignore_index)
     head = replace(head, logits=form_of(name, logits_dtype, hidden.dtype))
     require(
@@ -266,7 +273,8 @@ def fused_linear_objective(
         f"{name}: group must have the shape of targets {list(targets.shape)} and n_groups must be positive; got "
         f"{None if group is None else list(group.shape)} and {n_groups}.",
     )
-    kernels = OP.uses_kernels((hidden, weight, targets, bias), impl)
+    pair = low_rank or (None, None)
+    kernels = OP.uses_kernels((hidden, weight, targets, bias, *pair), impl)
     budget = resolve_budget(memory_budget, hidden.device)
     fields = {"entropy": entropy, "lse": lse, "mean_logp": mean_logp, "argmax": argmax}
     asked = frozenset(name for name, wanted in fields.items() if wanted)
@@ -284,13 +292,14 @@ def fused_linear_objective(
         return _two_passes(hidden, head, targets, call, impl)
     extras: list[Any] = []
     train = torch.is_grad_enabled()
-    loss = _Objective.apply(hidden, weight, bias, head, targets, order, call, train, extras)
+    loss = _Objective.apply(hidden, weight, bias, *pair, head, targets, order, call, train, extras)
     return loss, extras
 
 
 def _needs_late_gradient(hidden: Tensor, head: HeadParams) -> bool:
     """fp16 needs the upstream loss scale before its gradient is rounded."""
-    wanted = hidden.requires_grad or head.weight.requires_grad
+    leaves = (hidden, head.weight, head.bias, *(head.low_rank or ()))
+    wanted = any(t is not None and t.requires_grad for t in leaves)
     return hidden.dtype == torch.float16 and wanted and torch.is_grad_enabled()
 
 
@@ -304,7 +313,7 @@ def _two_passes(
         pre_scale=head.pre_scale, post_scale=head.post_scale, ignore_index=call.ignore_index,
         return_entropy="entropy" in asked, return_argmax="argmax" in asked, accum_dtype=call.accum_dtype,
         memory_budget=call.budget, group=shard,
-        logits_dtype=DTYPES[head.logits], impl=impl,
+        logits_dtype=DTYPES[head.logits], low_rank=head.low_rank, impl=impl,
     )  # fmt: skip
     index = (targets.reshape(-1) != call.ignore_index).nonzero().view(-1)
     entropy, argmax = (

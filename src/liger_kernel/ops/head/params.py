@@ -1,24 +1,25 @@
-"""What the engine accepts as a head: a weight, perhaps a bias, and the transforms between product
-and logits.
+"""What the engine accepts as a head: a weight, perhaps a bias and a low-rank term, and the transforms
+between products and logits.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops._labels import check_labels
-from liger_kernel.ops._op import require
+from liger_kernel.ops._op import require, rows
 from liger_kernel.ops.head.shard import VocabShard
 
 
 @dataclass(frozen=True)
 class HeadParams:
-    """logits z = post_scale * softcap(pre_scale * (h W^T + b)) / temperature,   softcap(u) = cap *
+    """logits z = post_scale * softcap(pre_scale * (h W^T + b + d U^T)) / temperature,   softcap(u) = cap *
     tanh(u / cap)
 
-    weight: `[V, H]`   bias: `[V]` or None   shard: where these rows belong if other processes have more of them
+    weight: `[V, H]`, perhaps `ops.head.module.Packed`   bias: `[V]` or None   low_rank: d `[*, r]`, U `[V, r]`, or None
+    shard: where these rows of W, b and U belong if other processes have more of them
     logits: how chunks of them are kept, see `ops.head.logits`
 
     Scales on both sides of the cap exist in the wild
@@ -33,11 +34,22 @@ class HeadParams:
     temperature: float = 1.0
     shard: VocabShard | None = None
     logits: str = "same"
+    low_rank: tuple[Tensor, Tensor] | None = None
 
     @property
     def vocab(self) -> int:
         """Classes of the whole head."""
         return self.weight.shape[0] if self.shard is None else self.shard.total
+
+    def to(self, dtype: torch.dtype) -> "HeadParams":
+        """With tensors of this dtype, and the rows of d as a matrix: what the products read."""
+        pair = self.low_rank
+        return replace(
+            self,
+            weight=self.weight.to(dtype),
+            bias=None if self.bias is None else self.bias.to(dtype),
+            low_rank=None if pair is None else (rows(pair[0]).to(dtype), pair[1].to(dtype)),
+        )
 
     def check(self, hidden: Tensor, op: str) -> None:
         """ValueError if these cannot be the head of `hidden` `[*, H]`: also the last guard against
@@ -58,6 +70,14 @@ class HeadParams:
             b is None or b.shape == w.shape[:1],
             f"{op}: bias must be [{w.shape[0]}]; got {None if b is None else list(b.shape)}.",
         )
+        if self.low_rank is not None:
+            down, up = self.low_rank
+            fits = down.shape == (*hidden.shape[:-1], up.shape[-1]) and up.shape[:-1] == w.shape[:1]
+            require(
+                fits,
+                f"{op}: low_rank must be [*, r] of the same tokens as hidden {list(hidden.shape)} and "
+                f"[{w.shape[0]}, r]; got {list(down.shape)} and {list(up.shape)}.",
+            )
         for name in ("pre_scale", "post_scale"):
             value = getattr(self, name)
             require(math.isfinite(value), f"{op}: {name} must be finite; got {value}.")

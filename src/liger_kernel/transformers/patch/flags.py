@@ -18,6 +18,9 @@ DEFAULTS: dict[str, bool] = {
     "experts": True,
     "rematerialise": True,
 }
+# Flags that the contract's functions take without naming them: frameworks read their signatures and switch on whatever
+# they find there.
+UNNAMED = ("experts", "rematerialise")
 
 
 def checked(flags: Mapping[str, Any], function: str, known: Iterable[str]) -> dict[str, bool]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_kernel.ops.head import module as layers
 from liger_kernel.transformers.model import output_classes
 from liger_kernel.transformers.patch.apply import Ledger
 from liger_kernel.transformers.patch.promise import LogitsPromise, PromisingHead
@@ -26,47 +27,23 @@ from liger_kernel.transformers.patch.request import Request, tensor_parallel_for
 
 
 def find_head(model: nn.Module) -> tuple[Any, Any]:
-    """(what `get_output_embeddings()` returns, the linear layer inside it); None for what is not there.
+    """(what `get_output_embeddings()` returns, the layer inside it that makes the logits); None for what is not there.
 
     Asked at every call: PEFT, FSDP and `resize_token_embeddings` replace it.
     """
     getter = getattr(model, "get_output_embeddings", None)
     outer = None if getter is None else getter()
-    inner = outer
-    while inner is not None and not isinstance(inner, nn.Linear):
-        inner = _inside(inner)
-    return outer, inner
-
-
-def _inside(wrapper: Any) -> Any:
-    """The module that a transparent wrapper calls, None if it is not one."""
-    saved = getattr(wrapper, "modules_to_save", None)
-    if isinstance(saved, nn.ModuleDict):  # PEFT: a trained copy in the place of the original
-        active = [] if wrapper.disable_adapters else wrapper.active_adapters
-        return saved[active[0]] if active and active[0] in saved else wrapper.original_module
-    for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
-        inner = wrapper._modules.get(name) if isinstance(wrapper, nn.Module) else None
-        if inner is not None:
-            return inner
-    return None
+    return outer, layers.find(outer)
 
 
 def why_not(outer: Any, head: Any) -> str | None:
-    """None if the head can promise its logits, else the reason."""
+    """None if the head can promise its logits now, else the reason: adapters come, go and are merged."""
     if outer is None:
         return "it has no output head"
     if head is None:
         cls = type(outer)
-        return f"its output head, {cls.__module__}.{cls.__qualname__}, is not a plain linear layer"
-    if isinstance(head, PromisingHead):
-        return None
-    cls = type(head)
-    if cls.forward is not nn.Linear.forward:
-        return f"{cls.__name__} computes its product in its own way (adapter or quantised weight)"
-    replaced = "forward" in head.__dict__ and "_old_forward" not in head.__dict__
-    if replaced and not tensor_parallel_forward(head):
-        return f"another library replaced the forward of this {cls.__name__}"
-    return None
+        return f"its output head, {cls.__module__}.{cls.__qualname__}, is not a linear layer"
+    return None if tensor_parallel_forward(head) else layers.why_not(head)
 
 
 @functools.cache
@@ -83,7 +60,9 @@ def promising(cls: type) -> type:
         twin.__setstate__(copy.deepcopy(self.__dict__, memo))
         return twin
 
-    body = {"__module__": __name__, "__reduce_ex__": __reduce_ex__, "__deepcopy__": __deepcopy__}
+    body = {
+        "__module__": __name__, "__reduce_ex__": __reduce_ex__, "__deepcopy__": __deepcopy__, "_liger_class": cls,
+    }  # fmt: skip
     return type(cls.__name__, (PromisingHead, cls), body)
 
 
@@ -122,7 +101,8 @@ def wrapped_forward(forward: Any) -> Any:
         if keep_logits and not (accuracy or predictions or scaling):
             return forward(self, *args, **kwargs)
         outer, head = find_head(self)
-        if not isinstance(head, PromisingHead) and not prepare(head):
+        ready = isinstance(head, PromisingHead) and why_not(outer, head) is None
+        if not ready and not prepare(head):
             return forward(self, *args, **kwargs)
         request = Request(outer, head, accuracy, predictions, scaling)
         head._liger_request = request

@@ -132,8 +132,11 @@ def _unbound(model: Any, name: str) -> Any:
 
 
 def _tied(model: Any, head: Any) -> bool:
-    getter = getattr(model, "get_input_embeddings", None)
-    return getter is not None and getattr(getter(), "weight", None) is head.weight
+    try:
+        embeddings = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # transformers' own: it finds none in some image models
+        return False
+    return getattr(embeddings, "weight", None) is head.weight
 
 
 def _bind_loss(model: Any, report: Report, bind: bool) -> None:
@@ -180,6 +183,8 @@ def patch_type(model_type: str, flags: dict[str, bool]) -> Report:
                 _bind_class_loss(cls, report)
             if flags.get("fused_linear_cross_entropy"):
                 _bind_class_head(cls, report)
+        if flags.get("rematerialise"):
+            report.add("rematerialise", model_type, LEFT, "it acts on a model; give one")
     except BaseException:
         report.undo()
         raise

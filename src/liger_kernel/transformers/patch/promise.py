@@ -14,13 +14,14 @@ any other use of that module.
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_kernel.ops import cross_entropy as ce
-from liger_kernel.transformers.patch.chain import Step, fold, replay, split_index
+from liger_kernel.transformers.patch.chain import Step, Transform, fold, replay, split_index
 from liger_kernel.transformers.patch.request import HeadLoss, Request
 
 _INTS = (int, torch.SymInt)
@@ -39,14 +40,17 @@ class PromisingHead:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return LogitsPromise(request, *args, **kwargs)
 
-    def forward(self, input: Tensor) -> Any:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         # A hook may have kept this method beyond `undo`, when `self` is an ordinary layer again.
-        job = getattr(self, "_liger_job", None)
-        return nn.Linear.forward(self, input) if job is None else job(self, input)  # type: ignore[arg-type]
+        if not isinstance(self, PromisingHead):
+            return type(self).forward(self, input, *args, **kwargs)
+        if self._liger_job is not None:
+            return self._liger_job(self, input)
+        return super().forward(input, *args, **kwargs)  # type: ignore[misc]
 
     def logits(self, input: Tensor) -> Tensor:
         """What the head would have returned."""
-        return nn.Linear.forward(self, input)  # type: ignore[arg-type]
+        return super().forward(input)  # type: ignore[misc]
 
 
 class LogitsPromise:
@@ -272,6 +276,16 @@ class LogitsPromise:
             return ce.cross_entropy(real, target, weight, **options)
         names = ("loss", "z_loss", "token_accuracy", "predicted_tokens")
         return ce.CrossEntropyOutput(**dict(zip(names, found, strict=True)))
+
+    def at_head(self, loss: Callable[[Tensor, Any, Transform], Any]) -> Any:
+        """`loss(rows, head, transform)` within the head's forward, None if its logits are more than a transform away.
+
+        rows: the hidden states. Where the head works in another way than by its weight, logits come out.
+        """
+        transform = fold(self._steps)
+        if transform is None or self._tensor is not None:
+            return None
+        return self._request.run(lambda head, rows: loss(rows, head, transform), self._rows)
 
     def _fused(
         self, target: Tensor, weight: Tensor | None, options: dict[str, Any]
