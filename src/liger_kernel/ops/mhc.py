@@ -32,8 +32,37 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._mhc_coeffs import OP_COEFFS
+from liger_kernel.ops._mhc_steps import (
+    mhc_mm_norm_bwd,
+    mhc_mm_norm_fwd,
+    mhc_post_res_bwd,
+    mhc_post_res_fwd,
+    mhc_pre_bwd,
+    mhc_pre_fwd,
+    mhc_sinkhorn_bwd,
+    mhc_split_sinkhorn_fwd,
+)
 from liger_kernel.ops._mhc_streams import OP_POST_RES, OP_PRE
 from liger_kernel.ops._op import require
+
+__all__ = [
+    "LigerMHCCoeffsFunction",
+    "LigerMHCPostResFunction",
+    "LigerMHCPreFunction",
+    "mhc_apply",
+    "mhc_coeffs",
+    "mhc_forward",
+    "mhc_mm_norm_bwd",
+    "mhc_mm_norm_fwd",
+    "mhc_post_res",
+    "mhc_post_res_bwd",
+    "mhc_post_res_fwd",
+    "mhc_pre",
+    "mhc_pre_bwd",
+    "mhc_pre_fwd",
+    "mhc_sinkhorn_bwd",
+    "mhc_split_sinkhorn_fwd",
+]
 
 # 1 public
 
