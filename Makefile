@@ -19,7 +19,7 @@ installed := $(VENV)/installed
 endif
 pytest := $(run) -m pytest tests
 
-.PHONY: demo test test-gpu test-all bench lint docs clean
+.PHONY: demo test test-gpu test-all test-trl test-lightning bench lint docs frameworks clean
 
 demo: $(installed)
 	$(run) -m liger_kernel train $(ARGS)
@@ -39,6 +39,11 @@ test-all: $(installed)
 test-gpu: $(installed)
 	$(pytest) -p no:benchmark -n $(JOBS) -m "not slow" $(ARGS)
 
+# Other people's trainers, in the releases of tests/trainers.txt: an environment for each under build/trainers.
+test-trl test-lightning: export OMP_NUM_THREADS = 1
+test-trl test-lightning: test-%: $(installed)
+	$(run) tests/trainers.py $* $(ARGS)
+
 bench: $(installed)
 	$(run) -m liger_kernel bench $(ARGS)
 
@@ -50,6 +55,16 @@ lint: $(installed)
 docs: $(installed)
 	$(run) -m pip install --quiet -c constraints.txt ".[docs]"
 	$(run) -m mkdocs build
+
+# What the newest releases of others import and call, read off their wheels, against this package. Facts of older
+# releases stay in tests/frameworks until someone deletes the file.
+others := axolotl llamafactory ms-swift nemo-automodel openrlhf oumi transformers trl verl
+frameworks: $(installed)
+	rm -rf build/frameworks
+	for name in $(others); do $(run) -m pip download --quiet --no-deps --only-binary=:all: \
+		--python-version 3.12 --dest build/frameworks $$name || exit 1; done
+	$(run) tests/frameworks/extract.py --into tests/frameworks build/frameworks/*.whl
+	$(run) -m pytest tests/test_frameworks.py
 
 clean:
 	rm -rf build dist src/*.egg-info $(VENV)

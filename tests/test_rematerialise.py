@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import weakref
 
 import pytest
@@ -18,6 +19,11 @@ from liger_kernel import _env
 from liger_kernel.bench.memory import PeakMemory
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.ops.swiglu import swiglu
+from liger_kernel.transformers.monkey_patch import (
+    _apply_liger_kernel,
+    _apply_liger_kernel_to_instance,
+    apply_liger_kernel_to_llama,
+)
 from liger_kernel.transformers.patch import rematerialise
 from liger_kernel.transformers.patch.apply import seam_of
 from liger_kernel.transformers.patch.rematerialise import rebuildable, wrapped_forward
@@ -441,10 +447,29 @@ def test_off():
     with liger_kernel.patched(model, rematerialise=False) as report:
         assert report.count("rematerialise") == 0
         assert seam_of(model.model.forward) is None
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
     apply_liger_kernel_to_llama(model=model)
     assert seam_of(model.model.forward) is None
+
+
+@plain
+@pytest.mark.parametrize("function", [_apply_liger_kernel_to_instance, apply_liger_kernel_to_llama])
+def test_through_the_contracts_functions(function):
+    """Off unless asked for, and not in the signatures, where frameworks look for what to switch on."""
+    kept, rebuilt = tiny("llama"), tiny("llama")
+    liger_kernel.patch(kept, rematerialise=False)
+    assert "rematerialise" not in inspect.signature(function).parameters
+    report = function(model=rebuilt, rematerialise=True)
+    assert report.count("rematerialise") == 1
+    assert_same_bits(kept, rebuilt, **batch())
+    assert report.rebuilt == {"model": bytes_of(rebuilt)}
+    assert function(model=tiny("llama"), rematerialise=None).count("rematerialise") == 0
+
+
+@plain
+def test_classes_cannot_be_asked_for_it():
+    report = _apply_liger_kernel("llama", rematerialise=True)
+    assert report.count("rematerialise", "left") == 1
+    report.undo()
 
 
 @plain

@@ -44,9 +44,12 @@ _FILES = [
     "functional",
     "group_norm",
     "grpo_loss",
+    "hub",
     "model",
+    "moe",
     "monkey_patch",
     "patch",
+    "trainer",
 ]
 _SUBMODULES = {*_FILES, *_LAYERS} | {
     path.removeprefix("transformers.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from liger_kernel import _env
 from liger_kernel.transformers.patch import registry
-from liger_kernel.transformers.patch.flags import DEFAULTS, warn_unknown
+from liger_kernel.transformers.patch.flags import DEFAULTS, UNNAMED, warn_unknown
 from liger_kernel.transformers.patch.model import unwrapped
 from liger_kernel.transformers.patch.report import Report
 
@@ -80,7 +80,7 @@ def _accepted(function: Any, flags: dict[str, Any]) -> dict[str, bool]:
     return {
         name: bool(value)
         for name, value in flags.items()
-        if name in parameters or (takes_all and name in DEFAULTS)
+        if name in parameters or name in UNNAMED or (takes_all and name in DEFAULTS)
     }
 
 

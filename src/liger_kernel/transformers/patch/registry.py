@@ -8,7 +8,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from liger_kernel.transformers.patch.flags import DEFAULTS, hint
+from liger_kernel.transformers.patch.flags import DEFAULTS, UNNAMED, hint
 from liger_kernel.transformers.patch.model import patch_instance, patch_type
 from liger_kernel.transformers.patch.report import Report
 
@@ -94,7 +94,7 @@ def make(name: str, family: Family, model_type: str) -> Any:
     signature = _signature(family)
     listed = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     takes_all = len(listed) < len(signature.parameters)
-    known = DEFAULTS if takes_all else [p.name for p in listed]
+    known = DEFAULTS if takes_all else [*(p.name for p in listed), *UNNAMED]
 
     def apply(*args: Any, **flags: Any) -> Report:
         for flag in flags:
@@ -102,9 +102,10 @@ def make(name: str, family: Family, model_type: str) -> Any:
                 raise TypeError(
                     f"{full_name}() got an unexpected keyword argument {flag!r}.{hint(flag, known)}"
                 )
+        unnamed = {flag: flags.pop(flag) for flag in UNNAMED if flag in flags}
         bound = signature.bind(*args, **flags)
         bound.apply_defaults()
-        chosen = {**bound.arguments, **bound.arguments.get("flags", {})}
+        chosen = {**bound.arguments, **bound.arguments.get("flags", {}), **unnamed}
         model = chosen.pop("model")
         rest = DEFAULTS if takes_all else {}
         complete = {flag: bool(chosen.get(flag, rest.get(flag, False))) for flag in DEFAULTS}
@@ -123,6 +124,7 @@ def make(name: str, family: Family, model_type: str) -> Any:
 
     Args:
         {", ".join(p.name for p in listed if p.name != "model")}: what to swap, see `liger_kernel.patch`.
+        experts, rematerialise: by keyword, not in the signature; the one follows swiglu or geglu, the other is off.
         model: a loaded model. Without one the classes of the modelling file are changed in place.
     Returns:
         A `Report`, printable and with `undo()`.
