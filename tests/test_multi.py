@@ -112,6 +112,34 @@ def test_norm_of_a_split_sequence():
     run(_sharded_rows)
 
 
+def _split_tokens():
+    """Context parallel: labels shifted before the sequence is split, so that none is lost at a border, and one
+    denominator for all ranks."""
+    device, rank = _device(), dist.get_rank()
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 64, 128, device=device), torch.randn(503, 128, device=device)
+    ids = torch.randint(503, (2, 64), device=device)
+    ids[0, 5:40] = -100
+    labels = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    wanted = whole_cross_entropy(*exact, labels).loss
+    grads = torch.autograd.grad(wanted, exact)
+    count = (labels != -100).sum()
+    mine = [hidden.chunk(RANKS, 1)[rank].clone().requires_grad_(), weight.requires_grad_()]
+    part = labels.chunk(RANKS, 1)[rank]
+    loss = fused_linear_cross_entropy(*mine, part, reduction="sum").loss / count
+    dh, dw = torch.autograd.grad(loss, mine)
+    for value in (loss := loss.detach(), dw):
+        dist.all_reduce(value)
+    _near(loss, wanted.detach(), torch.float32)
+    _near(dh, grads[0].chunk(RANKS, 1)[rank], torch.float32)
+    _near(dw, grads[1], torch.float32)
+
+
+def test_loss_of_a_split_sequence():
+    run(_split_tokens)
+
+
 def _ddp(model):
     return nn.parallel.DistributedDataParallel(model, device_ids=[dist.get_rank()])
 
