@@ -9,6 +9,7 @@ torchrun FSDP2 with every layer and the root a unit of its own, the batch one GP
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -147,6 +148,7 @@ def main() -> None:
     for row in args.rows:
         for variant in args.variant:
             found = run(row, variant, device, args.steps)
+            gc.collect()  # models have cycles
             torch.get_device_module(device).empty_cache()
             if int(os.environ.get("RANK", 0)) == 0:
                 print(json.dumps(found), flush=True)
