@@ -9,12 +9,16 @@ import torch.nn.functional as F
 from liger_kernel import chunked_loss, functional
 from liger_kernel.bench.memory import PeakMemory
 from liger_kernel.chunked_loss import functional as chunked_functional
-from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
+from liger_kernel.chunked_loss.fused_linear_distillation import (
+    DistillationOptions,
+    LigerFusedLinearDistillationBase,
+)
 from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction
 from liger_kernel.ops import fused_ce_tvd as ce_tvd
 from liger_kernel.ops import fused_linear_jsd as linear_jsd
 from liger_kernel.ops import fused_linear_kl_div as linear_kl
 from liger_kernel.ops.linear_distillation import linear_distillation
+from liger_kernel.testing.properties import Maker
 from liger_kernel.transformers import (
     LigerFusedCETVDLoss,
     LigerFusedLinearJSD,
@@ -540,3 +544,57 @@ def test_ce_tvd(device):
     _agree(
         [ce_tvd.fused_ce_tvd_backward(*up, x, y, target, x_lse, y_lse, sigma, IGNORE)], [gradient]
     )
+
+
+@pytest.mark.parametrize("name", ["distillation", "jsd", "kl", "top", "formula"])
+def test_logits_kept_in_fp32(name, path, device):
+    """Nearer to float64 than logits rounded to bf16, in both heads, stored teachers and formulas without a kernel."""
+    make = Maker(torch.bfloat16, device, 5)
+    hidden, weight, target = make(24, 32), make(50, 32), make.ids(50, 24)
+    t_hidden, t_weight = make(24, 16), make(50, 16)
+    hidden = (weight[target] * 2 + hidden).to(
+        torch.bfloat16
+    )  # peaked: rounding large logits costs most
+    log_p = make(24, 50, scale=3.0).float().log_softmax(-1)
+
+    def loss(h, w, t_h, t_w, **options):
+        if name == "jsd":
+            return linear_jsd.fused_linear_jsd(h, w, t_h, t_w, target, 0.3, **options)
+        if name == "kl":
+            return linear_kl.fused_linear_kl_div(h, w, log_p.exp(), target, **options)
+        if name == "top":
+            values, ids = log_p.topk(5, dim=-1)
+            given = {"teacher_log_probs": values, "teacher_ids": ids}
+            return linear_distillation(h, w, target, **given, **options).loss
+        if name == "formula":
+            return _Square.apply(h, w, t_h, t_w, target, head=DistillationOptions(**options))
+        given = {"teacher_hidden": t_h, "teacher_weight": t_w}
+        return linear_distillation(h, w, target, **given, weight_hard=0.5, **options).loss
+
+    def gradients(*tensors, **options):
+        leaves = [t.detach().requires_grad_() for t in tensors[:2]]
+        found = loss(*leaves, *tensors[2:], **options)
+        return found.detach().double(), *torch.autograd.grad(found, leaves)
+
+    tensors = (hidden, weight, t_hidden, t_weight)
+    exact = gradients(*(t.double() for t in tensors), impl="torch")
+    budget = {"memory_budget": 12 * 50 * 8, "accum_dtype": torch.float32}
+    errors = [
+        [(g.double() - e).norm() / e.norm() for g, e in zip(found, exact, strict=True)]
+        for found in (
+            gradients(*tensors, **budget),
+            gradients(*tensors, **budget, logits_dtype=torch.float32),
+        )
+    ]
+    assert errors[1][0] <= 1e-5
+    assert errors[1][0] <= errors[0][0] / 3, errors
+    # the logits' gradient and the result are rounded in any case
+    assert all(b <= 2 * 2.0**-8 + a / 3 for a, b in zip(*errors, strict=True)), errors
+
+
+class _Square(LigerFusedLinearDistillationBase):
+    @staticmethod
+    def distillation_loss_fn(
+        student_logits, teacher_logits, target=None, ignore_index=None, beta=0.5
+    ):
+        return (student_logits - teacher_logits).square().mean(-1).sum()

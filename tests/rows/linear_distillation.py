@@ -54,8 +54,8 @@ def _opchecks(tensors):
     t = tensors
     args = (
         t["hidden"], t["weight"], t["bias"], t["targets"], t["teacher_hidden"], t["teacher_weight"], t["teacher_bias"],
-        None, None, None, "jsd", "logits", 0.3, 1.0, 1.0, 0.5, True, IGNORE, [1.0, 0.0, 1.0], [1.0, 0.0, 1.0], 1, None,
-        1 << 20, None, True, True, True, True,
+        None, None, None, "jsd", "logits", 0.3, 1.0, 1.0, 0.5, True, IGNORE, [1.0, 0.0, 1.0], [1.0, 0.0, 1.0], "same",
+        1, None, 1 << 20, None, True, True, True, True,
     )  # fmt: skip
     return [(pair.head_pair, args)]
 
@@ -85,6 +85,7 @@ _BAD = [
     _bad("one label for each row", targets=lambda make: make.ids(5, 3)),
     _bad("temperature must be positive", temperature=0.0),
     _bad("softcap must be positive", teacher_softcap=-1.0),
+    _bad("no target to measure logits from", logits_dtype="offset"),
     _bad("give one of them", **_NO_HEAD),
     _bad("give one of them", teacher_log_probs=lambda make: make(2, 5)),
     _bad("give one of them", teacher_weight=None),

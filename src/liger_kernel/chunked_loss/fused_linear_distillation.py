@@ -9,7 +9,7 @@ states still get their gradients from two plain products in the forward pass, an
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel.chunked_loss.preference import check_chunk_size
-from liger_kernel.ops._op import choice, first_order, require
+from liger_kernel.ops._op import choice, compute_dtype, first_order, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Wanted, run
-from liger_kernel.ops.head.pair import check_teacher
+from liger_kernel.ops.head.logits import Logits
+from liger_kernel.ops.head.pair import check_teacher, pair_form
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
-from liger_kernel.ops.linear_distillation import logits_of
 
 # (student logits, teacher logits, target=, ignore_index=, **loss_kwargs) -> sum over the tokens
 Formula = Callable[..., Tensor]
@@ -35,7 +35,8 @@ class DistillationOptions:
 
     softcap, pre_scale, post_scale: transforms of the student's logits; teacher_...: of the teacher's.
     reduction: "mean" or "sum". return_count: return also how many tokens count, last.
-    accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+    accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`. logits_dtype: None or
+        torch.float32, how 16-bit chunks of both logits are kept.
     """
 
     softcap: float | None = None
@@ -49,6 +50,7 @@ class DistillationOptions:
     accum_dtype: torch.dtype | None = None
     memory_budget: int | float | str | None = None
     num_valid: int | None = None
+    logits_dtype: Any = None
     impl: str | None = None
 
     def __post_init__(self) -> None:
@@ -176,6 +178,7 @@ class LigerFusedLinearDistillationBase:
             o.teacher_softcap, o.teacher_post_scale,
         )  # fmt: skip
         hidden = check_head(name, student_input, target, student, ignore_index, classes=True)
+        student = replace(student, logits=pair_form(name, o.logits_dtype, hidden.dtype))
         t_hidden = check_teacher(name, teacher_input, hidden, teacher).detach()
         require(
             teacher_weight.shape[0] >= student_weight.shape[0],
@@ -221,10 +224,9 @@ class _Call:
         """Soft and hard sums of a chunk of the student's raw logits, `[2]`, part of their graph."""
         s, t, labels = self.student, self.teacher, self.labels.index_select(0, index).long()
         x = _transformed(z, s)
-        y = logits_of(
-            self.teacher_hidden.reshape(-1, self.teacher_hidden.shape[-1]).index_select(0, index), t.weight, t.bias,
-            t.pre_scale, t.softcap, t.post_scale,
-        )  # fmt: skip
+        h = self.teacher_hidden.reshape(-1, self.teacher_hidden.shape[-1]).index_select(0, index)
+        weight, bias = t.weight.to(h.dtype), None if t.bias is None else t.bias.to(h.dtype)
+        y = _transformed(Logits(weight, bias, s.logits, len(h), len(weight), False)(h, None)[0], t)
         padded = F.pad(x / s.temperature, (0, y.shape[-1] - x.shape[-1]))
         soft = self.formula(
             padded, y / s.temperature, target=labels, ignore_index=self.ignore_index, **self.loss_kwargs
@@ -255,8 +257,8 @@ class _Call:
         row, teacher_row = s.weight.shape[0], self.teacher.weight.shape[0]
         budget = resolve_budget(o.memory_budget, hidden.device)
         found, grads = run(
-            hidden, HeadParams(s.weight, s.bias), per_row, wanted, keep=keep, accum_dtype=o.accum_dtype,
-            budget=max(budget * row // (row + teacher_row), 1),
+            hidden, HeadParams(s.weight, s.bias, logits=s.logits), per_row, wanted, keep=keep,
+            accum_dtype=o.accum_dtype, budget=max(budget * row // (row + teacher_row), 1),
         )  # fmt: skip
         parts = torch.stack(found).sum(0) if found else torch.zeros_like(weights)
         terms = [w * p for w, p in zip((self.soft, self.hard), parts * share, strict=True) if w]
@@ -265,7 +267,7 @@ class _Call:
 
 
 def _transformed(z: Tensor, head: HeadParams) -> Tensor:
-    x = head.pre_scale * z.float()
+    x = head.pre_scale * z.to(compute_dtype(z))
     return head.post_scale * (
         x if head.softcap is None else head.softcap * torch.tanh(x / head.softcap)
     )

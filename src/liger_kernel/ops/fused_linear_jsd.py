@@ -19,7 +19,7 @@ from liger_kernel.ops import linear_distillation as general
 from liger_kernel.ops._head_pair import PairLoss
 from liger_kernel.ops._op import choice, require
 from liger_kernel.ops._scale import scale_
-from liger_kernel.ops.head.pair import PairOptions, check_teacher, pair_op
+from liger_kernel.ops.head.pair import PairOptions, check_teacher, pair_form, pair_op
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 
@@ -53,7 +53,8 @@ def fused_linear_jsd(
     pre_scale: float = 1.0, post_scale: float = 1.0, teacher_softcap: float | None = None,
     teacher_pre_scale: float = 1.0, teacher_post_scale: float = 1.0, reduction: str = "batchmean",
     return_count: bool = False, accum_dtype: torch.dtype | None = None,
-    memory_budget: int | float | str | None = None, num_valid: int | None = None, impl: str | None = None,
+    memory_budget: int | float | str | None = None, num_valid: int | None = None, logits_dtype: Any = None,
+    impl: str | None = None,
 ) -> Any:  # fmt: skip
     """Generalised JSD of two linear heads (formulas: top of this file).
 
@@ -68,6 +69,8 @@ def fused_linear_jsd(
         reduction: "batchmean" (over rows that count) or "sum".
         return_count: return also how many rows count.
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+        logits_dtype: how 16-bit chunks of logits are kept, of both heads: None or torch.float32, see
+            `ops.head.logits`.
     Returns:
         The loss, 0-dim fp32; (loss, count) under return_count. No row that counts: 0, with zero gradients.
     Memory:
@@ -96,7 +99,8 @@ def fused_linear_jsd(
         (teacher_pre_scale, teacher_softcap, teacher_post_scale),
     )  # fmt: skip
     options = PairOptions(
-        losses, int(reduction != "sum"), accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid
+        losses, int(reduction != "sum"), accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid,
+        pair_form(name, logits_dtype, hidden.dtype),
     )  # fmt: skip
     bias = None if teacher_bias is None else teacher_bias.detach()
     loss, _, count = OP(

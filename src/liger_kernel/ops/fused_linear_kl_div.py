@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_kernel.ops._head_pair import PairLoss
 from liger_kernel.ops._op import choice, require
 from liger_kernel.ops._scale import scale_
-from liger_kernel.ops.head.pair import PairOptions, pair_op
+from liger_kernel.ops.head.pair import PairOptions, pair_form, pair_op
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.kl_div import divergence
@@ -60,7 +60,8 @@ def fused_linear_kl_div(
     reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10, *,
     bias: Tensor | None = None, softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0,
     return_count: bool = False, accum_dtype: torch.dtype | None = None,
-    memory_budget: int | float | str | None = None, num_valid: int | None = None, impl: str | None = None,
+    memory_budget: int | float | str | None = None, num_valid: int | None = None, logits_dtype: Any = None,
+    impl: str | None = None,
 ) -> Any:  # fmt: skip
     """KL divergence of a linear head from given probabilities (formulas: top of this file).
 
@@ -74,6 +75,8 @@ def fused_linear_kl_div(
         bias, softcap, pre_scale, post_scale: of the student's head, see the top of this file.
         return_count: return also how many rows count.
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+        logits_dtype: how 16-bit chunks of logits are kept, of both heads: None or torch.float32, see
+            `ops.head.logits`.
     Returns:
         The loss, 0-dim fp32; (loss, count) under return_count. No row that counts: 0, with zero gradients.
         Differentiable in student_input, student_weight and bias.
@@ -99,7 +102,8 @@ def fused_linear_kl_div(
         (1.0, None, 1.0),
     )  # fmt: skip
     options = PairOptions(
-        losses, width, accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid
+        losses, width, accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid,
+        pair_form(name, logits_dtype, hidden.dtype),
     )  # fmt: skip
     loss, _, count = OP(
         hidden, student_weight, bias, shift_labels, None, None, None, target.detach(), None, options,

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from liger_kernel.ops._head_pair import FORMS, PairLoss
 from liger_kernel.ops._op import choice, compute_dtype, require
-from liger_kernel.ops.head.pair import PairOptions, check_teacher, pair_op
+from liger_kernel.ops.head.pair import PairOptions, check_teacher, pair_form, pair_op
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.jsd import _elements as jsd_elements
@@ -162,7 +162,8 @@ def linear_distillation(
     pre_scale: float = 1.0, post_scale: float = 1.0, teacher_softcap: float | None = None,
     teacher_pre_scale: float = 1.0, teacher_post_scale: float = 1.0, ignore_index: int = -100,
     reduction: str = "mean", return_hard: bool = False, accum_dtype: torch.dtype | None = None,
-    memory_budget: int | float | str | None = None, num_valid: int | None = None, impl: str | None = None,
+    memory_budget: int | float | str | None = None, num_valid: int | None = None, logits_dtype: Any = None,
+    impl: str | None = None,
 ) -> DistillationOutput:  # fmt: skip
     """Divergence from a teacher plus cross entropy, of a linear head's logits, which never exist as a whole.
 
@@ -183,6 +184,8 @@ def linear_distillation(
         reduction: "mean" over the tokens that count, or "sum" (divide by a count of your own; `count` is this batch's).
         return_hard: compute the hard part even with weight 0.
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+        logits_dtype: how 16-bit chunks of logits are kept, of both heads: None or torch.float32, see
+            `ops.head.logits`.
     Returns:
         DistillationOutput: loss, soft, hard, count, fp32. No token that counts: 0, with zero gradients. loss is
         differentiable in hidden, weight and bias.
@@ -231,7 +234,8 @@ def linear_distillation(
         ignore_index, (pre_scale, softcap, post_scale), (teacher_pre_scale, teacher_softcap, teacher_post_scale),
     )  # fmt: skip
     options = PairOptions(
-        loss, int(reduction == "mean"), accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid
+        loss, int(reduction == "mean"), accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid,
+        pair_form(name, logits_dtype, hidden.dtype),
     )  # fmt: skip
     total, parts, count = OP(
         hidden, weight, bias, targets, teacher, _detached(teacher_weight), _detached(teacher_bias), *stored, options,

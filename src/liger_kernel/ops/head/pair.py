@@ -23,7 +23,7 @@ from liger_kernel.ops._head_top_k import top_k_rows
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require, rows
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Wanted, alignment, part, run, valid_tokens
-from liger_kernel.ops.head.logits import Logits
+from liger_kernel.ops.head.logits import Logits, form_of
 from liger_kernel.ops.head.params import HeadParams, autocast
 from liger_kernel.ops.head.plan import padded
 
@@ -36,6 +36,7 @@ class PairOptions:
     width       what the losses are divided by, times the number of tokens that count; 0: not divided
     budget      bytes of the chunks of logits
     num_valid   the tokens that count, if known
+    logits      how chunks of both logits are kept, "same" or "float32": see `head.logits`
     """
 
     loss: PairLoss
@@ -43,6 +44,7 @@ class PairOptions:
     accum_dtype: torch.dtype | None
     budget: int
     num_valid: int | None
+    logits: str
 
 
 # 1 launch
@@ -65,22 +67,23 @@ def _fake(hidden, weight, bias, *rest):
 @named(
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor? t_hidden, Tensor? t_weight, Tensor? t_bias,"
     " Tensor? t_rows, Tensor? t_ids, Tensor? upstream, str form, str teacher, float parameter, float temperature,"
-    " float soft, float hard, bool want_hard, int ignore_index, float[] student, float[] t_transform, int width,"
-    " ScalarType? accum_dtype, int budget, int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " float soft, float hard, bool want_hard, int ignore_index, float[] student, float[] t_transform, str kept,"
+    " int width, ScalarType? accum_dtype, int budget, int? num_valid, bool kernels, bool need_dh, bool need_dw,"
+    " bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
 )
 def head_pair(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, t_hidden: Tensor | None,
     t_weight: Tensor | None, t_bias: Tensor | None, t_rows: Tensor | None, t_ids: Tensor | None,
     upstream: Tensor | None, form: str, teacher: str, parameter: float, temperature: float, soft: float, hard: float,
-    want_hard: bool, ignore_index: int, student: list[float], t_transform: list[float], width: int,
-    accum_dtype: torch.dtype | None, budget: int, num_valid: int | None, kernels: bool, need_dh: bool, need_dw: bool,
-    need_db: bool,
+    want_hard: bool, ignore_index: int, student: list[float], t_transform: list[float], kept: str,
+    width: int, accum_dtype: torch.dtype | None, budget: int, num_valid: int | None, kernels: bool, need_dh: bool,
+    need_dw: bool, need_db: bool,
 ) -> Any:  # fmt: skip
     """-> loss, `[2]` soft and hard, number of tokens, dh, dw, db (empty where not needed).
 
-    student, t_transform: pre_scale, softcap (0: none), post_scale. upstream: the gradient of the loss, or None for 1.
+    student, t_transform: pre_scale, softcap (0: none), post_scale. kept: `PairOptions.logits`. upstream: the gradient
+    of the loss, or None for 1.
     """
     labels = None if target is None else target.reshape(-1)
     n, vocab, wide = (
@@ -96,7 +99,8 @@ def head_pair(
     count = _count(labels, ignore_index, n, wide, hidden.device)
     share = 1.0 / (count.clamp(min=1) * width) if width else torch.ones_like(count)
     scale = share if upstream is None else share * upstream
-    source = _Source(t_hidden, t_weight, t_bias, t_rows, t_ids, kernels)
+    source = _Source(t_hidden, t_weight, t_bias, t_rows, t_ids, kept, kernels)
+    itemsize = hidden.element_size() + 4 * (kept == "float32")
 
     def per_row(
         logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
@@ -105,8 +109,8 @@ def head_pair(
         return source.losses(loss, logits, y, scale, out, start, stop, index)
 
     found, grads = run(
-        hidden, HeadParams(weight, bias), per_row, Wanted(need_dh, need_dw, need_db), keep=keep,
-        budget=source.students_share(budget, vocab * hidden.element_size()), accum_dtype=accum_dtype,
+        hidden, HeadParams(weight, bias, logits=kept), per_row, Wanted(need_dh, need_dw, need_db), keep=keep,
+        budget=source.students_share(budget, vocab * itemsize), accum_dtype=accum_dtype,
     )  # fmt: skip
     parts = (
         torch.cat(found, 1).sum(1) if found else torch.zeros(2, dtype=wide, device=hidden.device)
@@ -139,11 +143,11 @@ class _Source:
 
     def __init__(
         self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, given: Tensor | None,
-        ids: Tensor | None, kernels: bool,
+        ids: Tensor | None, kept: str, kernels: bool,
     ) -> None:  # fmt: skip
         self.given = None if given is None else rows(given)
         self.ids = None if ids is None else rows(ids)
-        self.kernels = kernels
+        self.kept, self.kernels = kept, kernels
         self.logits: Logits | None = None
         if hidden is not None and weight is not None:
             self.hidden = rows(hidden)
@@ -154,7 +158,8 @@ class _Source:
         """What is left of the budget for the student's logits: both buffers have the same number of rows."""
         if self.given is not None:
             return budget
-        teacher_row = self.weight.shape[0] * self.weight.element_size()
+        itemsize = 4 if self.kept == "float32" else self.weight.element_size()
+        teacher_row = self.weight.shape[0] * itemsize
         return max(budget * student_row // max(student_row + teacher_row, 1), 1)
 
     def losses(
@@ -188,7 +193,7 @@ class _Source:
         if self.logits is None:  # the first chunk is the longest
             stride = padded(self.weight.shape[0], alignment(self.weight.device))
             self.logits = Logits(
-                self.weight, self.bias, "same", stop - start, stride, gradient=False
+                self.weight, self.bias, self.kept, stop - start, stride, gradient=False
             )
         return self.logits(part(self.hidden, start, stop, index), None)[0]
 
@@ -235,8 +240,8 @@ def _pass(*args: Any) -> Any:
 
     return head_pair(
         *tensors, loss.form, loss.teacher, loss.parameter, loss.temperature, loss.soft, loss.hard, loss.want_hard,
-        loss.ignore_index, flat(loss.student_transform), flat(loss.teacher_transform), o.width, o.accum_dtype,
-        o.budget, o.num_valid, kernels, *needed,
+        loss.ignore_index, flat(loss.student_transform), flat(loss.teacher_transform), o.logits, o.width,
+        o.accum_dtype, o.budget, o.num_valid, kernels, *needed,
     )  # fmt: skip
 
 
@@ -267,6 +272,16 @@ def _cost(
 
 
 # 3 checks
+
+
+def pair_form(op: str, logits_dtype: Any, dtype: torch.dtype) -> str:
+    """`PairOptions.logits`; ValueError for what only a loss of one class a row can use."""
+    require(
+        not isinstance(logits_dtype, str),
+        f"{op}: a loss of two distributions has no target to measure logits from; logits_dtype must be None or "
+        f"torch.float32, got {logits_dtype!r}.",
+    )
+    return form_of(op, logits_dtype, dtype)
 
 
 def check_teacher(op: str, hidden: Tensor, student: Tensor, head: HeadParams) -> Tensor:
