@@ -1,10 +1,10 @@
-"""Cross entropy of logits."""
+"""Cross entropy and log-probabilities of logits."""
 
 import torch
 from torch import Tensor
 
 from liger_kernel.bench.row import Bench
-from liger_kernel.bench.work import BOTH, Inputs, Make
+from liger_kernel.bench.work import BOTH, FORWARD, Inputs, Make
 
 
 def _logits(make: Make, tokens: int, vocabulary: int) -> Inputs:
@@ -13,6 +13,14 @@ def _logits(make: Make, tokens: int, vocabulary: int) -> Inputs:
 
 def _cross_entropy_eager(input: Tensor, target: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(input.float(), target)
+
+
+def _picked(make: Make, tokens: int, vocabulary: int) -> Inputs:
+    return {"logits": make(tokens, vocabulary), "ids": make.ids(vocabulary, tokens)}
+
+
+def _picked_eager(logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
 ROWS = [
@@ -30,6 +38,16 @@ ROWS = [
         eager=lambda ops: _cross_entropy_eager,
         ours={"ours": lambda ops: lambda **inputs: ops.cross_entropy(**inputs).loss},
         cost=lambda ops, input, target: ops.OP.cost(input, target, None, "mean"),
+    ),
+    Bench(
+        "selective_log_softmax",
+        inputs=_picked,
+        grads=("logits",),
+        shapes={"8192x128256": (8192, 128256), "16384x32000": (16384, 32000)},
+        tiny=(64, 1024),
+        quick=("16384x32000",),
+        modes=(FORWARD, BOTH),
+        eager=lambda ops: _picked_eager,
     ),
 ]
 

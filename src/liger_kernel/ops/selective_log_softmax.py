@@ -17,12 +17,17 @@ from torch import Tensor
 
 from liger_kernel.ops._labels import check_labels
 from liger_kernel.ops._logp_kernels import LogpStats
-from liger_kernel.ops._op import compute_dtype, first_order, named, observed, require, rows
+from liger_kernel.ops._op import (
+    Cost,
+    Op,
+    compute_dtype,
+    first_order,
+    named,
+    observed,
+    require,
+    rows,
+)
 from liger_kernel.ops.head.rows import RowMath
-from liger_kernel.ops.linear_logprob import OP as ROWS
-
-_OP = "selective_log_softmax"
-
 
 # 1 reference
 
@@ -82,6 +87,9 @@ def selective_log_softmax_backward(
     return dlogits
 
 
+# 3 op
+
+
 class _SelectiveLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -94,7 +102,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         return stats[0].clone()  # the caller may write on it
 
     @staticmethod
-    @first_order(_OP)
+    @first_order("selective_log_softmax")
     def backward(ctx: Any, dlogp: Tensor) -> Any:
         logits, ids, stats = ctx.saved_tensors
         if not ctx.inplace or observed():
@@ -106,7 +114,27 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         return dlogits, None, None, None, None, None
 
 
-# 3 public
+def supports(*_: Any) -> str | None:
+    """Every size; dtypes and devices are judged by `Op`."""
+    return None
+
+
+def cost(logits: Tensor, ids: Tensor, *_: Any) -> Cost:
+    """The logits once; again, and their gradient. Without the gradient in a buffer of its own nothing more is moved."""
+    size = logits.numel() * logits.element_size()
+    return Cost(size, 2 * size, saved=12 * ids.numel())
+
+
+OP = Op(
+    "selective_log_softmax",
+    reference,
+    fallback=lambda *args: _SelectiveLogSoftmax.apply(*args, False),
+    function=lambda *args: _SelectiveLogSoftmax.apply(*args, True),
+    supports=supports,
+    cost=cost,
+)
+
+# 4 public
 
 
 def selective_log_softmax(
@@ -120,7 +148,7 @@ def selective_log_softmax(
         ids: `[*]` int64 or int32; `ignore_index` where there is none: 0 there, and no gradient.
         temperature: positive.
         inplace: backward may write the gradient over the logits, which must not be read afterwards.
-        impl: "triton" or "torch" for this call, None for the default choice (that of `linear_logprob`).
+        impl: "triton" or "torch" for this call, None for the default choice.
     Returns:
         `[*]` fp32, differentiable in logits.
     Memory:
@@ -131,14 +159,11 @@ def selective_log_softmax(
     """
     require(
         logits.dim() >= 1 and ids.shape == logits.shape[:-1],
-        f"{_OP}: logits must be [*, V] and ids [*]; got {list(logits.shape)} and {list(ids.shape)}.",
+        f"{OP.name}: logits must be [*, V] and ids [*]; got {list(logits.shape)} and {list(ids.shape)}.",
     )
-    require(temperature > 0, f"{_OP}: temperature must be positive; got {temperature}.")
-    check_labels(_OP, ids, logits.shape[-1], ignore_index)
-    kernels = ROWS.uses_kernels((logits, ids), impl)
-    found = _SelectiveLogSoftmax.apply(
-        rows(logits), ids.reshape(-1), 1 / temperature, ignore_index, inplace, kernels
-    )
+    require(temperature > 0, f"{OP.name}: temperature must be positive; got {temperature}.")
+    check_labels(OP.name, ids, logits.shape[-1], ignore_index)
+    found = OP(rows(logits), ids.reshape(-1), 1 / temperature, ignore_index, inplace, impl=impl)
     return found.view(ids.shape)
 
 
@@ -160,11 +185,11 @@ def completion_logps(
     batch, length = logits.shape[0], logits.shape[1] - 1
     require(
         logits.dim() == 3 and ids.shape == (batch, length),
-        f"{_OP}: logits must be [B, L + 1, V] for ids [B, L]; got {list(logits.shape)} and {list(ids.shape)}.",
+        f"{OP.name}: logits must be [B, L + 1, V] for ids [B, L]; got {list(logits.shape)} and {list(ids.shape)}.",
     )
     require(
         mask is None or mask.shape == ids.shape,
-        f"{_OP}: mask must be {list(ids.shape)}; got {None if mask is None else list(mask.shape)}.",
+        f"{OP.name}: mask must be {list(ids.shape)}; got {None if mask is None else list(mask.shape)}.",
     )
     # The unused place takes part as an ignored row: a slice of logits would be copied.
     targets = ids.new_full((batch, length + 1), -100)

@@ -27,13 +27,22 @@ from liger_kernel.transformers.patch.request import Request, tensor_parallel_for
 
 
 def find_head(model: nn.Module) -> tuple[Any, Any]:
-    """(what `get_output_embeddings()` returns, the layer inside it that makes the logits); None for what is not there.
+    """(the model's output head, the layer inside it that makes the logits); None for what is not there.
 
     Asked at every call: PEFT, FSDP and `resize_token_embeddings` replace it.
     """
-    getter = getattr(model, "get_output_embeddings", None)
-    outer = None if getter is None else getter()
+    outer = _output_embeddings(model)
+    if outer is None:  # models that do not say: a head of the usual name, or the one of the only part that has one
+        parts = (_output_embeddings(part) for part in model.children())
+        found = [getattr(model, "lm_head", None), *parts]
+        heads = [head for head in found if head is not None]
+        outer = heads[0] if len(heads) == 1 else None
     return outer, layers.find(outer)
+
+
+def _output_embeddings(model: nn.Module) -> Any:
+    getter = getattr(model, "get_output_embeddings", None)
+    return None if getter is None else getter()
 
 
 def why_not(outer: Any, head: Any) -> str | None:
