@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 
+from liger_kernel.coverage.build import awake
+from liger_kernel.coverage.shrink import shrunk
+
 VOCAB = 99
 _SMALL = {
     "vocab_size": VOCAB,
@@ -45,70 +48,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.7},
 }
 
-_LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_routed_experts": 4,
-    "first_k_dense_replace": 1,
-}
-_ROUTED = {**_HEADS, **_EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-_LINEAR_HEADS = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-_MIXED_LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
-
-# Families that differ in something the patcher meets: a training step of each.
+# Families that differ in something the patcher meets: a training step of each, shrunk as `liger-kernel models` does it.
 MORE: dict[str, dict[str, Any]] = {
     "cohere": {},  # scaled logits, interleaved rotary pairs
-    "deepseek_v3": {**_HEADS, **_LATENT, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
-    "exaone4": {"sliding_window": 16, "sliding_window_pattern": 2},
-    "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mlp_multipliers": [0.7, 1.3],
-    },
-    "gemma4_text": {
-        **_HEADS,
-        "global_head_dim": 8,
-        "num_global_key_value_heads": 2,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "glm4": _HEADS,
-    "gpt_oss": _HEADS | _EXPERTS,
-    "llama4_text": {
-        **_HEADS,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 48,
-        "interleave_moe_layer_step": 2,
-    },
+    "deepseek_v3": {},
+    "exaone4": {},
+    "falcon_h1": {"mlp_multipliers": [0.7, 1.3]},
+    "gemma4_text": {},
+    "glm4": {},
+    "gpt_oss": {"output_router_logits": True},
+    "llama4_text": {},
     "nanochat": {},  # rotates the other way: refused, and right all the same
-    "nemotron": _HEADS,
-    "qwen3_moe": {**_ROUTED, "decoder_sparse_step": 1},
-    "qwen3_next": {**_ROUTED, **_LINEAR_HEADS, **_MIXED_LAYERS},
+    "nemotron": {},
+    "qwen3_moe": {"output_router_logits": True},
+    "qwen3_next": {"output_router_logits": True},
     "smollm3": {},
 }
 
 
 def config_of(model_type: str, **changes: Any) -> Any:
     """The tiny config of a family."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    return AutoConfig.for_model(
-        model_type, **{**_SMALL, **{**FAMILIES, **MORE}[model_type], **changes}
-    )
+    if model_type in FAMILIES:
+        return AutoConfig.for_model(model_type, **{**_SMALL, **FAMILIES[model_type], **changes})
+    config = shrunk(CONFIG_MAPPING[model_type]())
+    config.update({**MORE[model_type], **changes})
+    return config
 
 
 def tiny(model_type: str, seed: int = 0, **changes: Any) -> Any:
@@ -119,10 +85,7 @@ def tiny(model_type: str, seed: int = 0, **changes: Any) -> Any:
     model = AutoModelForCausalLM.from_config(
         config_of(model_type, **changes), attn_implementation="eager"
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-    return model.train()
+    return awake(model)
 
 
 def batch(seed: int = 1, rows: int = 2, tokens: int = 12) -> dict[str, torch.Tensor]:

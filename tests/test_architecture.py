@@ -41,6 +41,8 @@ LAYERS = {
     "bench": 4,
     "train": 6,
     "estimate": 6,
+    "coverage": 6,
+    "verification": 6,
     "cli": 6,
     "__main__": 6,
     "env_report": 3,

@@ -127,7 +127,7 @@ def test_experts_that_fit(make, form):
         (UpFirst, "values"),
         (ClampedByANumber, "values"),
         (lambda: Experts(nn.ReLU()), "values"),
-        (Unweighted, "could not be tried|values"),
+        (Unweighted, "does not run on rows|values"),
         (Normed, "further layers: norm"),
         (NoGate, "parameters are down_proj, up_proj"),
     ],
@@ -182,10 +182,69 @@ def test_experts_can_be_left():
     report.undo()
 
 
-def test_experts_without_a_kernel():
-    with liger_kernel.patched(tiny("llama4_text")) as report:
-        (row,) = [row for row in report.rows if row.seam == "experts"]
-        assert (row.status, row.detail) == ("left", "its forward takes (hidden_states)")
+class Batched(Experts):
+    """Llama 4's: tokens sorted by expert, as many for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(0.2 * torch.randn(5, 8, 2 * 6))
+        self.down_proj = nn.Parameter(0.2 * torch.randn(5, 6, 8))
+
+    def forward(self, hidden_states):
+        x = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+        y = torch.bmm(self.gate(torch.bmm(x, self.gate_up_proj)), self.down_proj)
+        return y.view_as(hidden_states)
+
+
+class BatchedUpFirst(Batched):
+    gate = UpFirst.gate
+
+
+def test_batched_experts():
+    module, x = Batched(), torch.randn(15, 8)
+    expected = module(x)
+    with liger_kernel.patched(module, **ONLY) as report:
+        assert [row.detail for row in report.rows if row.seam == "experts"] == ["silu, batched"]
+        torch.testing.assert_close(module(x), expected)
+    report = liger_kernel.patch(BatchedUpFirst(), **ONLY)
+    assert [row.status for row in report.rows if row.seam == "experts"] == ["left"]
+    plain = tiny("llama4_text")
+    patched = copy.deepcopy(plain)
+    with liger_kernel.patched(patched) as report:
+        assert report.count("experts") == 2
+        assert_same_step(plain, patched, **batch())
+
+
+class WithIdentities(Experts):
+    """LongCat's: experts from the fifth on return what they get, and have rows in one of the weights."""
+
+    total = 7
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(0.2 * torch.randn(self.total, 2 * 6, 8))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = super().forward(hidden_states, top_k_index, top_k_weights)
+        idle = top_k_weights.where(top_k_index >= self.num_experts, 0.0).sum(-1, keepdim=True)
+        return out + hidden_states * idle
+
+
+class WithIdlers(WithIdentities):
+    """The others return nothing."""
+
+    forward = Experts.forward
+
+
+def test_experts_without_weights():
+    module = WithIdentities()
+    x, _, weights = _inputs()
+    index = torch.randint(7, weights.shape, generator=torch.Generator().manual_seed(1))
+    expected = module(x, index, weights)
+    with liger_kernel.patched(module, **ONLY) as report:
+        assert report.count("experts") == 1
+        torch.testing.assert_close(module(x, index, weights), expected)
+    assert liger_kernel.patch(WithIdlers(), **ONLY).count("experts") == 0
 
 
 def test_classes():

@@ -7,6 +7,7 @@ import torch
 from models import FAMILIES, MORE, VOCAB, assert_same_step, batch, step, tiny
 
 import liger_kernel
+from liger_kernel.coverage import families, matrix
 from liger_kernel.transformers import functional
 
 pytest.importorskip("transformers")
@@ -81,6 +82,16 @@ def test_more_families(family):
     with liger_kernel.patched(patched) as report:
         assert report.count("head") == 1
         assert_same_step(plain, patched, **batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.names())
+def test_every_class(name):
+    """Every class of the installed transformers that takes a step as shipped: loss and gradients equal eager's."""
+    family = matrix.examine(name, check=True)
+    if not family.built or family.unchecked:
+        pytest.skip(family.skipped or family.unbuilt or family.unchecked)
+    assert not family.wrong, f"loss {family.loss:.1e}, gradients {family.gradients:.1e}"
 
 
 def test_evaluation(pair):

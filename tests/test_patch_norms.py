@@ -69,6 +69,11 @@ class PlusOne(nn.LayerNorm):
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias)
 
 
+class PlusTwo(nn.LayerNorm):
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 2, self.bias)
+
+
 class Oriented(nn.LayerNorm):
     """ConvNeXt's."""
 
@@ -99,6 +104,8 @@ class Unbiased(_Norm):
         MeanFreeRMSNorm,
         NoEps,
         Oriented,
+        lambda: PlusOne(WIDTH),
+        lambda: PlusOne(WIDTH, bias=False),
     ],
 )
 def test_layer_norms_that_fit(make, dtype):
@@ -114,12 +121,21 @@ def test_layer_norms_that_fit(make, dtype):
     assert "forward" not in vars(module)
 
 
+def test_layer_norms_over_channels():
+    module = Oriented(data_format="channels_first")
+    nn.init.normal_(module.weight)
+    x = torch.randn(2, WIDTH, 3, 5)
+    expected = module(x)
+    with liger_kernel.patched(module) as report:
+        assert _rows(report, "layer_norm") == [("swapped", "weight, bias, channels first")]
+        torch.testing.assert_close(module(x), expected)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: nn.LayerNorm((3, WIDTH)), "several dimensions"),
-        (lambda: PlusOne(WIDTH), "not those of a LayerNorm"),
-        (lambda: Oriented(data_format="channels_first"), "could not be tried"),
+        (lambda: PlusTwo(WIDTH), "not those of a LayerNorm"),
     ],
 )
 def test_layer_norms_that_only_look_alike(make, reason):

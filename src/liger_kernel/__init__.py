@@ -2,6 +2,7 @@
 
     import liger_kernel
     report = liger_kernel.patch(model)      # any Hugging Face model; report.undo() takes it back
+    liger_kernel.verify(model, batches)     # does it still compute what it did?
     liger_kernel.functional.rms_norm(x, w)  # or the functions themselves
 
 Importing this patches nothing, sets no environment variable and touches no accelerator. Everything
@@ -32,6 +33,7 @@ __all__ = [
     "patched",
     "set_backend",
     "set_impl",
+    "verify",
 ]
 
 _LAZY = {
@@ -40,6 +42,7 @@ _LAZY = {
     "functional": "functional",
     "patch": "transformers.patch:patch",
     "patched": "transformers.patch:patched",
+    "verify": "verification.verify:verify",
 }
 
 

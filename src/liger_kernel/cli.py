@@ -1,4 +1,4 @@
-"""The `liger-kernel` command: train, bench, estimate, plan, env, probe.
+"""The `liger-kernel` command: train, verify, bench, estimate, plan, models, env, probe.
 
 Each subcommand is imported only when it is asked for, so `liger-kernel env` works where nothing else does.
 Exit codes: 0 done; 1 done but wrong (curves that disagree, a run that failed); 2 bad arguments or input;
@@ -31,6 +31,12 @@ def _train(argv: Sequence[str]) -> int:
     from liger_kernel.train.command import main as train
 
     return train(argv)
+
+
+def _verify(argv: Sequence[str]) -> int:
+    from liger_kernel.verification.command import main as verify
+
+    return verify(argv)
 
 
 def _bench(argv: Sequence[str]) -> int:
@@ -89,11 +95,22 @@ def _estimate(argv: Sequence[str]) -> int:
     return estimate(argv)
 
 
+def _models(argv: Sequence[str]) -> int:
+    from liger_kernel.coverage.command import main as models
+
+    return models(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "fine-tune a model plain and patched, and compare"),
+    "verify": (_verify, "run a few batches plain and patched, and say which kernel is off, if any"),
     "bench": (_bench, "measure the kernels beside eager PyTorch and torch.compile"),
     "estimate": (_estimate, "predict the peak memory of a training step, and what fits"),
     "plan": (_plan, "print how the vocabulary head would chunk a batch, and the bytes it takes"),
+    "models": (
+        _models,
+        "say of every model class of transformers what is fused, and why not the rest",
+    ),
     "env": (_env, "print what a bug report needs"),
     "probe": (_probe, "print what would be swapped in a model, and why not the rest"),
 }

@@ -22,11 +22,11 @@ exit code: 0 the two loss curves agree, 1 they do not or a run failed, 2 bad arg
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (liger-kernel train --help lists the options).")
+        raise UsageError(f"{message} ({self.prog} --help lists the options).")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,7 +118,9 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _number(kind: type, least: float, strict: bool = False) -> Callable[[str], Any]:
+def number(kind: type, least: float, strict: bool = False) -> Callable[[str], Any]:
+    """A type of argparse: a number that is at least, or `strict` above, `least`."""
+
     def parse(text: str) -> Any:
         value = kind(text)
         if not (value > least if strict else value >= least):
@@ -131,13 +133,13 @@ def _number(kind: type, least: float, strict: bool = False) -> Callable[[str], A
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         "liger-kernel train",
         description="Fine-tune a model plain and patched, and compare losses, speed and memory.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    count, rate = _number(int, 1), _number(float, 0, strict=True)
+    count, rate = number(int, 1), number(float, 0, strict=True)
     add = parser.add_argument
     add("--model", help="checkpoint folder, hub name, GGUF file, config.json, model type (random weights) or "
         "llama-1b; default SmolLM2-135M-Instruct")  # fmt: skip
@@ -150,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--seq",
-        type=_number(int, 2),
+        type=number(int, 2),
         help="tokens a sequence; default 512 on a CPU, 2048 on an accelerator",
     )
     add(
@@ -167,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         among.add_argument(
             f"--{kind}", dest="parallel", action="store_const", const=kind, help=text
         )
-    add("--seed", type=_number(int, 0), default=0, help="default 0")
+    add("--seed", type=number(int, 0), default=0, help="default 0")
     add(
         "--out",
         type=Path,

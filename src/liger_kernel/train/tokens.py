@@ -42,7 +42,7 @@ def blocks(source: Source, settings: Settings) -> Tensor:
     if len(ids) < settings.tokens:
         raise UsageError(
             f"the text holds {len(ids):,} tokens; {settings.steps} steps of {rows} x {settings.seq} need "
-            f"{settings.tokens:,}. Give more text, or fewer --steps."
+            f"{settings.tokens:,}. Give more text, or ask for less."
         )
     largest, size = int(ids.max()), source.text_config.vocab_size
     if largest >= size:

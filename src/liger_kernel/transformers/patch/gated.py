@@ -2,11 +2,13 @@
 
 Only the elementwise part is replaced: the linear layers are called as modules, so adapters, quantised
 and sharded layers keep working. gate and up are two layers, or the halves of one. The activation is
-whatever the module holds. What the probe refuses, with the reason in the report: chunks in the other
-order, dropout, clamps, factors it does not know, a product in fp32.
+whatever the module holds, and so is one layer between product and down (T5's dropout, BitNet's norm). What the
+probe refuses, with the reason in the report: clamps, other dropout, factors it does not know, a product in fp32.
 """
 
 import functools
+import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from liger_kernel.ops.geglu import geglu, geglu_packed
+from liger_kernel.ops.reglu import reglu, reglu_packed
 from liger_kernel.ops.swiglu import swiglu, swiglu_packed
 from liger_kernel.transformers.patch import probe
 from liger_kernel.transformers.patch.apply import original_of
@@ -24,6 +27,7 @@ from liger_kernel.transformers.patch.rematerialise import rebuildable
 _ROLES = (
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
+    ("wi_0", "wi_1", "wo"),
     ("gate", "up", "down"),
     ("gate_up_proj", "down_proj"),
     ("input_linear", "output_linear"),
@@ -35,10 +39,10 @@ _FACTORS = (
     "gate_multiplier",
     "down_multiplier",
 )  # Falcon-H1: act(gate(x) * a) * up(x), down(...) * b
-_HIDDEN, _INNER = 12, 16
+_HIDDEN, _INNER, _DRAWS = 12, 16, 8
 
 # description -> (on gate and up, on the packed product)
-_FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "silu": (swiglu, swiglu_packed),
     "gelu, tanh": (
         functools.partial(geglu, approximate="tanh"),
@@ -48,7 +52,9 @@ _FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         functools.partial(geglu, approximate="none"),
         functools.partial(geglu_packed, approximate="none"),
     ),
+    "relu": (reglu, reglu_packed),
 }
+_HINTS = {"clamp": "it clamps", "dropout": "it has dropout", "float": "it computes in fp32"}
 
 
 @dataclass(frozen=True)
@@ -61,27 +67,58 @@ class Recipe:
     factors: bool
     act_name: str | None = None
     act_type: type | None = None
+    between: str | None = None  # what is called on the product
+    up_first: bool = False  # the order of the halves
 
     @property
     def packed(self) -> bool:
         return len(self.roles) == 2
 
+    @property
+    def description(self) -> str:
+        """The form and what is special about it."""
+        special = {"packed": self.packed, "up first": self.up_first, "factors": self.factors}
+        last = [f"then {self.between}"] if self.between else []
+        return ", ".join([self.form, *(word for word, holds in special.items() if holds), *last])
+
+    def product(self, **options: Any) -> Callable[[Any, Any], Any]:
+        """(module, x) -> act(gate) * up; `options` go to the op."""
+        pair, packed = FORMS[self.form]
+        if self.packed:
+            gate_up = self.roles[0]
+            if not self.up_first:
+                act = rebuildable(functools.partial(packed, **options))
+                return lambda m, x: act(getattr(m, gate_up)(x))
+            act = rebuildable(functools.partial(pair, **options))
+            return lambda m, x: act(*reversed(getattr(m, gate_up)(x).chunk(2, -1)))
+        gate, up, _ = self.roles
+        act = rebuildable(functools.partial(pair, **options))
+        if not self.factors:
+            return lambda m, x: act(getattr(m, gate)(x), getattr(m, up)(x))
+        a = _FACTORS[0]
+        return lambda m, x: act(
+            getattr(m, gate)(x), getattr(m, up)(x), gate_multiplier=getattr(m, a)
+        )
+
     def body(self, **options: Any) -> Callable[[Any, Any], Any]:
         """(module, x) -> the MLP's output; `options` go to the op."""
-        act = rebuildable(functools.partial(_FORMS[self.form][self.packed], **options))
-        if self.packed:
-            gate_up, down = self.roles
-            return lambda m, x: getattr(m, down)(act(getattr(m, gate_up)(x)))
-        gate, up, down = self.roles
-        if not self.factors:
-            return lambda m, x: getattr(m, down)(act(getattr(m, gate)(x), getattr(m, up)(x)))
-        a, b = _FACTORS
+        product, down, between, b = (
+            self.product(**options),
+            self.roles[-1],
+            self.between,
+            _FACTORS[1],
+        )
+        if self.factors:
+            return lambda m, x: getattr(m, down)(product(m, x)) * getattr(m, b)
+        if between is None:
+            return lambda m, x: getattr(m, down)(product(m, x))
 
-        def scaled(m: Any, x: Any) -> Any:
-            y = act(getattr(m, gate)(x), getattr(m, up)(x), gate_multiplier=getattr(m, a))
-            return getattr(m, down)(y) * getattr(m, b)
+        def body(m: Any, x: Any) -> Any:
+            y, layer = getattr(m, between)(product(m, x)), getattr(m, down)
+            dtype = layer.weight.dtype  # T5 keeps this layer in fp32 in half-precision models
+            return layer(y.to(dtype) if dtype.is_floating_point else y)
 
-        return scaled
+        return body
 
 
 class GatedSeam:
@@ -105,20 +142,25 @@ class GatedSeam:
         others = [
             name
             for name, child in module.named_children()
-            if name not in roles and any(True for _ in child.parameters())
+            if name not in roles
+            and (isinstance(child, nn.Dropout) or any(True for _ in child.parameters()))
         ]
-        if others:
+        if len(others) > 1:
             raise probe.Refused(f"it has further layers: {', '.join(others)}")
         name = next((n for n in _ACTIVATIONS if callable(getattr(module, n, None))), None)
         kind = None if name is None else type(getattr(module, name))
+        between = others[0] if others else None
         factors = all(hasattr(module, factor) for factor in _FACTORS)
         with probe.bench():
-            for form in ("silu",) if factors else _FORMS:
-                recipe = Recipe(probe.plain_class(module), roles, form, factors, name, kind)
+            for form, up_first in itertools.product(("silu",) if factors else FORMS, (False, True)):
+                if up_first and len(roles) == 3:
+                    continue
+                cls = probe.plain_class(module)
+                recipe = Recipe(cls, roles, form, factors, name, kind, between, up_first)
                 if _fits(module, recipe, general):
-                    packed = ", packed" if recipe.packed else ""
-                    return f"{form}{packed}{', factors' if factors else ''}", recipe
-        raise probe.Refused("it is not down(act(gate) * up) with silu or gelu")
+                    return recipe.description, recipe
+            hint = _hint(module, name)
+        raise probe.Refused(f"it is not down(act(gate) * up) with silu, gelu or relu{hint}")
 
     @functools.cache  # noqa: B019 - the seams live as long as the process
     def forward(self, recipe: Recipe) -> Any:
@@ -148,6 +190,27 @@ def _roles(module: nn.Module) -> tuple[str, ...]:
     return ()
 
 
+def _hint(module: nn.Module, act_name: str | None) -> str:
+    """What may be the cause: its activation, and what its code calls that the forms do not have."""
+    code = inspect.unwrap(original_of(probe.plain_class(module).forward)).__code__  # type: ignore[attr-defined]
+    found = [words for name, words in _HINTS.items() if name in code.co_names]
+    if act_name is not None:
+        act = getattr(module, act_name)
+        gate, one = probe.Draw()(64), torch.ones(64, device="cpu")
+        if not any(
+            torch.allclose(act(gate), pair(gate, one, impl="torch")) for pair, _ in FORMS.values()
+        ):
+            found.insert(0, f"its activation is {type(act).__name__}")
+    return f": {', '.join(found)}" if found else ""
+
+
+class _Pattern(nn.Module):
+    """In a probe stands for the layer between product and down: shows whether it is called, on what."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(x.shape[-1], dtype=x.dtype, device=x.device).sub(3)
+
+
 def _fits(module: nn.Module, recipe: Recipe, general: bool) -> bool:
     draw = probe.Draw()
     first: Any = module._modules[recipe.roles[0]]
@@ -155,7 +218,7 @@ def _fits(module: nn.Module, recipe: Recipe, general: bool) -> bool:
     sizes = {first.in_features: _HIDDEN, first.out_features: inner}
     if recipe.packed:
         sizes[first.out_features // 2] = _INNER
-    x = draw.rows(_HIDDEN)
+    x = torch.cat([draw.rows(_HIDDEN) for _ in range(_DRAWS)], 1)  # few of them round in bf16
     weights = {name: draw(inner, _HIDDEN) * _HIDDEN**-0.5 for name in recipe.roles[:-1]}
     weights[recipe.roles[-1]] = draw(_HIDDEN, _INNER) * _INNER**-0.5
     forward, body = original_of(probe.plain_class(module).forward), recipe.body(impl="torch")
@@ -163,8 +226,14 @@ def _fits(module: nn.Module, recipe: Recipe, general: bool) -> bool:
     def model(dtype: torch.dtype) -> nn.Module:
         new = probe.twin(module, sizes, {}, general)
         for name, child in module.named_children():
-            dropout = general and isinstance(child, nn.Dropout)
-            new._modules[name] = nn.Dropout(0.5) if dropout else probe.bare(child)
+            new._modules[name] = _Pattern() if name == recipe.between else probe.bare(child)
+        if (
+            dtype == torch.bfloat16
+            and recipe.form == "gelu, tanh"
+            and recipe.act_name in new._modules
+        ):
+            # Some write it out (gelu_new) and round at every step: equal in fp32 only, and coarser than torch's.
+            new._modules[recipe.act_name] = nn.GELU(approximate="tanh")
         for name, weight in weights.items():
             new._modules[name] = probe.linear(probe.cast(weight, dtype))
         return new

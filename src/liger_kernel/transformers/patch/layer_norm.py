@@ -1,7 +1,8 @@
 """Seam: LayerNorm.   y = (x - mean(x)) / std(x) * weight + bias
 
 `nn.LayerNorm` itself and every class that computes the same over the last dimension, found by shape (a leaf with
-at most two vectors) and by the probe: with a weight, with both, with neither, cast to fp32 on the way or not.
+at most two vectors) and by the probe: with a weight, with both, with neither, cast to fp32 on the way or not, with
+1 + weight (Nemotron's), over the channels of `[N, C, H, W]` where the instance says so (SAM's).
 """
 
 import functools
@@ -16,6 +17,7 @@ from liger_kernel.transformers.patch.apply import original_of
 from liger_kernel.transformers.patch.norm import eps_name
 from liger_kernel.transformers.patch.rematerialise import rebuildable
 
+_CHANNELS = "channels_first"  # some attribute's value
 _EPS = 1e-5  # of classes that hold none: torch's default
 # Written out because their models take forward-mode derivatives, which torch's layer_norm gets wrong and ours has not.
 _DUAL = frozenset({"GradiumPhononTTSFlowLayerNorm", "PocketTTSFlowLayerNorm"})
@@ -46,22 +48,26 @@ class LayerNormSeam:
             raise probe.Refused("its model takes forward-mode derivatives of it")
         if not _over_rows(module):
             raise probe.Refused("it normalises over several dimensions")
-        settings = [k for k, v in probe.plain_attributes(module).items() if isinstance(v, str)]
+        settings = {k: v for k, v in probe.plain_attributes(module).items() if isinstance(v, str)}
         if general and settings:
             raise probe.Refused(f"what it does depends on its {', '.join(settings)}")
         name = eps_name(module) or "eps"
         if getattr(module, name, _EPS) is None:
             raise probe.Refused("its eps depends on the dtype")
-        with probe.bench():
-            if not _fits(module, general, name):
-                raise probe.Refused("its values are not those of a LayerNorm")
         held = [n for n in ("weight", "bias") if module._parameters.get(n) is not None]
-        return ", ".join(held) or "no parameters", (cls, name)
+        channels = next((k for k, v in settings.items() if v == _CHANNELS), None)
+        with probe.bench():
+            for offset in (0.0, 1.0) if "weight" in held else (0.0,):
+                if _fits(module, general, name, offset, channels is not None):
+                    shown = [f"1 + {n}" if offset and n == "weight" else n for n in held]
+                    shown += ["channels first"] if channels else []
+                    return ", ".join(shown) or "no parameters", (cls, name, offset, channels)
+        raise probe.Refused("its values are not those of a LayerNorm")
 
     @functools.cache  # noqa: B019 - the seams live as long as the process
     def forward(self, recipe: Any) -> Any:
         """The function that replaces `forward`."""
-        cls, name = recipe
+        cls, name, offset, channels = recipe
         original = original_of(cls.forward)
         argument = probe.arguments(cls)[0]
         torchs = original is nn.LayerNorm.forward
@@ -69,7 +75,7 @@ class LayerNormSeam:
         @functools.wraps(original)
         def forward(self: Any, *args: Any, **named: Any) -> Any:
             x = args[0] if args else named[argument]
-            if not _over_rows(self):
+            if not _over_rows(self) or (channels and getattr(self, channels) != _CHANNELS):
                 return original(self, x)
             kind = x.device.type
             if kind != "cpu" and torch.is_autocast_enabled(kind):
@@ -78,7 +84,12 @@ class LayerNormSeam:
                     return original(self, x)
                 x = x.float()
             weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-            return _norm(x, weight, bias, getattr(self, name, _EPS))
+            if offset:
+                weight = weight + offset
+            eps = getattr(self, name, _EPS)
+            if channels:
+                return _norm(x.movedim(1, -1), weight, bias, eps).movedim(-1, 1)
+            return _norm(x, weight, bias, eps)
 
         return forward
 
@@ -90,9 +101,11 @@ def _over_rows(module: Any) -> bool:
     return one and len(getattr(module, "normalized_shape", (1,))) == 1
 
 
-def _fits(module: nn.Module, general: bool, name: str) -> bool:
+def _fits(module: nn.Module, general: bool, name: str, offset: float, channels_first: bool) -> bool:
     draw = probe.Draw()
     x = draw.rows(_WIDTH)
+    if channels_first:
+        x = x.unflatten(1, (2, -1)).movedim(-1, 1)
     vectors = {n: draw(_WIDTH) for n, p in module._parameters.items() if p is not None}
     sizes = {size: _WIDTH for p in module._parameters.values() if p is not None for size in p.shape}
     sizes |= dict.fromkeys(getattr(module, "normalized_shape", ()), _WIDTH)
@@ -108,6 +121,11 @@ def _fits(module: nn.Module, general: bool, name: str) -> bool:
     def candidate(dtype: torch.dtype) -> Any:
         held, eps = cast(dtype), getattr(module, name, _EPS)
         weight, bias = held.get("weight"), held.get("bias")
+        if offset:
+            weight = held["weight"] + offset
+        if channels_first:
+            rows = probe.cast(x, dtype).movedim(1, -1)
+            return layer_norm(rows, weight, bias, eps, impl="torch").movedim(-1, 1)
         return layer_norm(probe.cast(x, dtype), weight, bias, eps, impl="torch")
 
     return probe.same(original, candidate, exact=False)

@@ -125,6 +125,9 @@ class Signature:
         known = "q" in roles and "" not in roles and len(set(roles)) == len(roles)
         if not known or self.tables not in _FORMS:
             raise probe.Refused(f"its arguments are ({', '.join(parameters)})")
+        first = parameters.get("position_ids")
+        if first is not None and first.default is first.empty:
+            raise probe.Refused("its tables are those of all positions, looked up by position_ids")
         by_call = "unsqueeze_dim" in parameters
         self.axis = parameters["unsqueeze_dim"].default if by_call else None
 

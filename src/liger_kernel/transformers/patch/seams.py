@@ -53,8 +53,8 @@ def decide(seam: Any, module: nn.Module, general: bool = False) -> tuple[str, An
         except probe.Refused as reason:
             _decided[key] = (str(reason), None)
         except Exception as error:  # the original runs here, on shapes it was not written for
-            what = f"could not be tried: {type(error).__name__}: {error}"
-            _decided[key] = (what.splitlines()[0], None)
+            what = f"its code does not run on rows of features: {type(error).__name__}: {error}"
+            _decided[key] = (what.splitlines()[0][:120], None)
     return _decided[key]
 
 
