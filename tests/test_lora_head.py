@@ -13,7 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_kernel
-from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
+from liger_kernel.chunked_loss import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+)
 from liger_kernel.ops import linear_logprob as lp
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_kernel.ops.head import module as layers
@@ -562,12 +566,16 @@ def test_preferences(loss, softcap):
             "ref_bias": reference.bias if whole else None,
         }
         if loss == "dpo":
-            made = LigerFusedLinearDPOLoss(softcap=softcap, use_ref_model=True, compute_nll_loss=True)
+            made = LigerFusedLinearDPOLoss(
+                softcap=softcap, use_ref_model=True, compute_nll_loss=True
+            )
             found, metrics = made(weight, x, y, **ref)
         else:
             made = LigerFusedLinearKTOLoss(softcap=softcap, use_ref_model=True)
             labels = torch.tensor([True, False, True, False])
-            found, metrics = made(x, weight, y, preference_labels=labels, kl=torch.tensor(0.1), **ref)
+            found, metrics = made(
+                x, weight, y, preference_labels=labels, kl=torch.tensor(0.1), **ref
+            )
         results.append([found, *metrics, *torch.autograd.grad(found, leaves)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

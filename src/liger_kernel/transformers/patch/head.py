@@ -32,7 +32,9 @@ def find_head(model: nn.Module) -> tuple[Any, Any]:
     Asked at every call: PEFT, FSDP and `resize_token_embeddings` replace it.
     """
     outer = _output_embeddings(model)
-    if outer is None:  # models that do not say: a head of the usual name, or the one of the only part that has one
+    if (
+        outer is None
+    ):  # models that do not say: a head of the usual name, or the one of the only part that has one
         parts = (_output_embeddings(part) for part in model.children())
         found = [getattr(model, "lm_head", None), *parts]
         heads = [head for head in found if head is not None]

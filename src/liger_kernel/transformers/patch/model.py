@@ -134,7 +134,10 @@ def _unbound(model: Any, name: str) -> Any:
 def _tied(model: Any, head: Any) -> bool:
     try:
         embeddings = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # transformers' own: it finds none in some image models
+    except (
+        AttributeError,
+        NotImplementedError,
+    ):  # transformers' own: it finds none in some image models
         return False
     return getattr(embeddings, "weight", None) is head.weight
 
