@@ -48,12 +48,92 @@ def reference(
 _ROWS, _STEP, _WARPS, _STAGES = 64, 64, 4, 4  # the product: 4 programs an SM, 24 KiB in flight each
 _PER_SM = 4
 _ENTRIES = 512  # of matrices a coefficient program holds, 4 a thread: 32 tokens of 4 streams
-# the backward product: columns of x a program owns, rows it visits at a time; fp32 has no tensor cores
-_BACKWARD = {"tf32x3": (128, 64), "ieee": (32, 32)}
+_RESERVE = 4096  # bytes of shared memory that the product needs beside its pipeline
+# the backward product: columns of x a program owns, rows it visits at a time, for up to 32 columns of phi and for more,
+# which take more room; fp32 has no tensor cores
+_BACKWARD = {"tf32x3": ((128, 64), (64, 16)), "ieee": ((32, 32), (32, 16))}
 
 
 def _tokens(hc: int) -> int:
     return max(min(_ENTRIES // block_of(hc) ** 2, 32), 1)
+
+
+def product(x2: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
+    """-> fp32 parts `[parts, R, M]` of x2 phi and `[parts, R]` of the sums of squares of rows of x2."""
+    (n_rows, n_in), n_out = x2.shape, phi.shape[1]
+    blocks = cdiv(n_rows, _ROWS)
+    parts = _PER_SM * _env.device_info(x2.device).sm_count // max(blocks, 1)
+    share = cdiv(cdiv(n_in, min(max(parts, 1), cdiv(n_in, 4 * _STEP))), _STEP) * _STEP
+    parts = cdiv(n_in, share)
+    products = x2.new_empty((parts, n_rows, n_out), dtype=torch.float32)
+    squares = x2.new_empty((parts, n_rows), dtype=torch.float32)
+    out = max(block_of(n_out), 16)
+    step_bytes = _STEP * (_ROWS * x2.element_size() + out * phi.element_size())
+    room = (_env.device_info(x2.device).shared_memory - _RESERVE) // step_bytes
+    launch(
+        kernels.product_kernel, (blocks, parts), x2.device,
+        products, squares, x2, x2.stride(0), dense(phi), n_rows, n_in, share,
+        n_out=n_out, PRECISION=precision(x2.dtype, phi.dtype), ROWS=_ROWS, STEP=_STEP,
+        OUT=out, num_warps=_WARPS, num_stages=min(_STAGES, 1 + room),
+    )  # fmt: skip
+    return products, squares
+
+
+def coefficients(
+    outputs: tuple[Tensor, ...], products: Tensor, squares: Tensor, gates: tuple[Tensor, ...], hc: int, n_in: int,
+    tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+) -> None:  # fmt: skip
+    """Fills h_pre, h_post, h_res, mix, rstd, divisors from what `product` gave; gates: b and the alphas."""
+    (parts, n_rows, _), tokens, (b, *alphas) = products.shape, _tokens(hc), gates
+    launch(
+        kernels.coefficients_kernel, (cdiv(n_rows, tokens),), products.device,
+        *outputs, products, squares, dense(b), *alphas,
+        n_rows, n_in, parts, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+        hc=hc, TOKENS=tokens, HC=block_of(hc), num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def coefficients_backward(
+    grads: tuple[Tensor | None, ...], kept: tuple[Tensor, ...], gates: tuple[Tensor, ...], hc: int, n_in: int,
+    tmax: int, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """kept: h_res, mix, rstd, divisors -> d(x phi) `[R, M]`, the factor of x in dx `[R]`, partial sums `[*, M + 3]`."""
+    (_, mix, rstd, _), (b, *alphas), tokens = kept, gates, _tokens(hc)
+    n_rows, n_out = mix.shape
+    share = cdiv(cdiv(n_rows, _PER_SM * _env.device_info(mix.device).sm_count), tokens) * tokens
+    programs = cdiv(n_rows, share)
+    dp, along = torch.empty_like(mix), torch.empty_like(rstd)
+    partial = mix.new_empty((programs, n_out + 3))
+    has_pre, has_post, has_res = (g is not None for g in grads)
+    launch(
+        kernels.coefficients_backward_kernel, (programs,), mix.device,
+        dp, along, partial, *(mix if g is None else dense(g) for g in grads), *kept, dense(b), *alphas,
+        n_rows, n_in, tmax, share, post_mult,
+        hc=hc, HAS_PRE=has_pre, HAS_POST=has_post, HAS_RES=has_res,
+        TOKENS=tokens, HC=block_of(hc), num_warps=_WARPS,
+    )  # fmt: skip
+    return dp, along, partial
+
+
+def product_backward(
+    dx: Tensor, dp: Tensor, along: Tensor, x2: Tensor, phi: Tensor, need_dphi: bool
+) -> Tensor:
+    """Fills dx with dp phi^T - along x2, unless it is empty; -> dphi = x2^T dp, or empty."""
+    (n_rows, n_in), n_out = x2.shape, phi.shape[1]
+    how = precision(x2.dtype, phi.dtype, computed=True)
+    cols, visited = _BACKWARD[how][n_out > 32]
+    blocks = cdiv(n_in, cols)
+    programs = max(_PER_SM * _env.device_info(x2.device).sm_count // blocks, 1)
+    share = cdiv(cdiv(n_rows, programs), visited) * visited
+    parts = cdiv(n_rows, share)
+    sums = x2.new_empty((parts, n_in * n_out) if need_dphi else 0, dtype=torch.float32)
+    launch(
+        kernels.product_backward_kernel, (blocks, parts), x2.device,
+        dx, sums, dp, along, x2, x2.stride(0), dense(phi), n_rows, n_in, share,
+        n_out=n_out, NEED_DX=dx.numel() > 0, NEED_DPHI=need_dphi, PRECISION=how,
+        ROWS=visited, COLS=cols, OUT=max(block_of(n_out), 16), num_warps=8,
+    )  # fmt: skip
+    return sum_partials(sums, phi.dtype).view(phi.shape) if need_dphi else phi.new_empty(0)
 
 
 def _fake_forward(x, phi, b, alpha_pre, alpha_post, alpha_res, tmax, *_):
@@ -78,27 +158,13 @@ def mhc_coeffs_forward(
     tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """-> h_pre, h_post, h_res; kept for backward: mix [R, M], rstd [R], divisors [2 tmax - 1, R, hc]."""
-    hc, x2, phi = x.shape[-2], rows(x.flatten(-2)), dense(phi)
+    hc, x2 = x.shape[-2], rows(x.flatten(-2))
     outputs = _fake_forward(x, phi, b, alpha_pre, alpha_post, alpha_res, tmax)
-    (n_rows, n_in), n_out = x2.shape, phi.shape[1]
-    blocks, tokens = cdiv(n_rows, _ROWS), _tokens(hc)
-    parts = _PER_SM * _env.device_info(x.device).sm_count // max(blocks, 1)
-    share = cdiv(cdiv(n_in, min(max(parts, 1), cdiv(n_in, 4 * _STEP))), _STEP) * _STEP
-    parts = cdiv(n_in, share)
-    products = x.new_empty((parts, n_rows, n_out), dtype=torch.float32)
-    squares = x.new_empty((parts, n_rows), dtype=torch.float32)
-    launch(
-        kernels.product_kernel, (blocks, parts), x.device,
-        products, squares, x2, x2.stride(0), phi, n_rows, n_in, share,
-        n_out=n_out, PRECISION=precision(x.dtype, phi.dtype), ROWS=_ROWS, STEP=_STEP, OUT=max(block_of(n_out), 16),
-        num_warps=_WARPS, num_stages=_STAGES,
-    )  # fmt: skip
-    launch(
-        kernels.coefficients_kernel, (cdiv(n_rows, tokens),), x.device,
-        *outputs, products, squares, dense(b), alpha_pre, alpha_post, alpha_res,
-        n_rows, n_in, parts, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-        hc=hc, TOKENS=tokens, HC=block_of(hc), num_warps=_WARPS,
-    )  # fmt: skip
+    products, squares = product(x2, phi)
+    gates, scalars = (b, alpha_pre, alpha_post, alpha_res), (sinkhorn_eps, post_mult)
+    coefficients(
+        outputs, products, squares, gates, hc, x2.shape[1], tmax, rms_eps, pre_eps, *scalars
+    )
     return outputs
 
 
@@ -124,43 +190,18 @@ def mhc_coeffs_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> dx like x, dphi like phi (empty if not needed), and db, dalpha_pre, dalpha_post, dalpha_res in
     one fp32 vector [M + 3]."""
-    x2, phi = rows(x.flatten(-2)), dense(phi)
-    (n_rows, n_in), n_out, hc = x2.shape, phi.shape[1], x.shape[-2]
+    x2 = rows(x.flatten(-2))
+    (n_rows, n_in), hc, grads = x2.shape, x.shape[-2], (dpre, dpost, dres)
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
     if n_rows == 0:
         dphi = torch.zeros_like(phi) if need_dphi else phi.new_empty(0)
-        return dx, dphi, mix.new_zeros(n_out + 3)
-    sms, tokens = _env.device_info(x.device).sm_count, _tokens(hc)
-    share = cdiv(cdiv(n_rows, _PER_SM * sms), tokens) * tokens
-    programs = cdiv(n_rows, share)
-    dp, along, partial = (
-        torch.empty_like(mix),
-        torch.empty_like(rstd),
-        mix.new_empty((programs, n_out + 3)),
-    )
-    given = [None if g is None else dense(g) for g in (dpre, dpost, dres)]
-    launch(
-        kernels.coefficients_backward_kernel, (programs,), x.device,
-        dp, along, partial, *(mix if g is None else g for g in given), h_res, mix, rstd, divisors, dense(b),
-        alpha_pre, alpha_post, alpha_res, n_rows, n_in, tmax, share, post_mult,
-        hc=hc, HAS_PRE=dpre is not None, HAS_POST=dpost is not None, HAS_RES=dres is not None,
-        TOKENS=tokens, HC=block_of(hc), num_warps=_WARPS,
-    )  # fmt: skip
+        return dx, dphi, mix.new_zeros(b.numel() + 3)
+    gates, kept = (b, alpha_pre, alpha_post, alpha_res), (h_res, mix, rstd, divisors)
+    dp, along, partial = coefficients_backward(grads, kept, gates, hc, n_in, tmax, post_mult)
     small = sum_partials(partial, torch.float32)
-    how = precision(x.dtype, phi.dtype, computed=True)
-    cols, visited = _BACKWARD[how]
-    blocks = cdiv(n_in, cols)
-    share = cdiv(cdiv(n_rows, max(_PER_SM * sms // blocks, 1)), visited) * visited
-    parts = cdiv(n_rows, share)
-    sums = x.new_empty((parts, n_in * n_out) if need_dphi else 0, dtype=torch.float32)
+    dphi = phi.new_empty(0)
     if need_dx or need_dphi:
-        launch(
-            kernels.product_backward_kernel, (blocks, parts), x.device,
-            dx, sums, dp, along, x2, x2.stride(0), phi, n_rows, n_in, share,
-            n_out=n_out, NEED_DX=need_dx, NEED_DPHI=need_dphi, PRECISION=how,
-            ROWS=visited, COLS=cols, OUT=max(block_of(n_out), 16), num_warps=8,
-        )  # fmt: skip
-    dphi = sum_partials(sums, phi.dtype).view(phi.shape) if need_dphi else phi.new_empty(0)
+        dphi = product_backward(dx, dp, along, x2, phi, need_dphi)
     return dx, dphi, small
 
 

@@ -233,10 +233,11 @@ def rope_kernel(
     args += _table_args(cos) + _table_args(cos if sin is None else _columns_adjacent(sin))
     seq_len, dim, half = q.shape[tokens_axis(q, heads)], q.shape[-1], rotary_dim // 2
     n_tokens = q.shape[:-3].numel() * seq_len
-    rest, block = dim - rotary_dim, block_of(half)
-    group = _group(q_heads, k_heads, max(1, _PAIRS // block))
-    size = max(1, _PAIRS // (group * block))
-    warps = cdiv(size * group * block, _PAIRS_PER_WARP)
+    block, rest = block_of(half), block_of(dim - rotary_dim) if dim > rotary_dim else 0
+    width = max(block, rest // 2)  # in pairs: columns that are only copied take as many registers
+    group = _group(q_heads, k_heads, max(1, _PAIRS // width))
+    size = max(1, _PAIRS // (group * width))
+    warps = cdiv(size * group * width, _PAIRS_PER_WARP)
     wide = "column" if cos.shape[-1] == rotary_dim else "pair"
     first, second = sections or (half, half)
     written = interleaved and not to_halves
@@ -245,7 +246,7 @@ def rope_kernel(
         Q_HEADS=q_heads, K_HEADS=k_heads, HALF=half, DIM=dim, READ_PAIRS=written if backward else interleaved,
         WRITE_PAIRS=interleaved if backward else written, TRAILING=trailing,
         TABLE="complex" if sin is None else wide, TABLE_PAIRS=interleaved, FIRST=first, SECOND=second,
-        BACKWARD=backward, TOKENS=size, GROUP=group, BLOCK=block, REST=block_of(rest) if rest else 0,
+        BACKWARD=backward, TOKENS=size, GROUP=group, BLOCK=block, REST=rest,
         num_warps=min(warps, _env.device_info(q.device).max_warps),
     )  # fmt: skip
     return qy, ky

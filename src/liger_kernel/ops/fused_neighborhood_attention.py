@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_kernel import _env
 from liger_kernel.ops import _fused_neighborhood_attention_kernels as kernels
 from liger_kernel.ops._dot import precision
 from liger_kernel.ops._op import Cost, Op, first_order, named, require
@@ -102,6 +103,7 @@ _BACKWARD = (
     {64: (64, 64, 8), 128: (64, 32, 8), 256: (32, 16, 8)},
 )
 _FP32 = {64: (32, 32, 4), 128: (32, 32, 8), 256: (16, 16, 8)}
+_DEEP = 160 << 10  # bytes of shared memory from which on three stages of every tile above fit
 
 
 def _fake_forward(query, key, value, kernel_size, dilation, scale, key_mask):
@@ -193,13 +195,15 @@ def _schedule(
     tiles = _FP32 if q.dtype == torch.float32 else table[kernel_size >= _WIDE_WINDOW]
     block, step, warps = tiles[max(width, 64)]
     grid = (cdiv(cdiv(seq, apart), block) * apart * batch * heads,)
+    info = _env.device_info(q.device)
     meta = {
         "HAS_MASK": key_mask is not None,
         "PRECISION": precision(q.dtype),
         "BLOCK": block,
         "STEP": step,
         "DIM": width,
-        "num_warps": warps,
+        "num_warps": min(warps, info.max_warps // 4),  # AMD's are 64 wide: four of them are eight
+        "num_stages": 3 if info.shared_memory >= _DEEP else 2,
     }
     return grid, (heads, seq, dim, apart, reach), meta
 

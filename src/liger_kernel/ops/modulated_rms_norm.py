@@ -156,7 +156,8 @@ def modulated_rms_norm_backward_kernel(
         dw = x.new_zeros(0 if dw_dtype is None else x.shape[-1], dtype=dw_dtype)
         return dx, dw, *(x.new_zeros(0 if d is None else scale.shape, dtype=d) for d in wanted)
     w, flags = _weight_flags(x2, weight, offset, casting_mode)
-    sizes, programs, plan = _plan(_BACKWARD, x2, scale2, dy.element_size() + x.element_size())
+    loaded = dy.element_size() + x.element_size() + scale.element_size()
+    sizes, programs, plan = _plan(_BACKWARD, x2, scale2, loaded)
     n_cols, parts = x2.shape[1], 1 if plan["EACH"] else sizes[4]
     sums = x.new_empty(0 if dw_dtype is None else (programs, n_cols), dtype=torch.float32)
     # A block that one program sees whole gets its gradients there and then, others as partial sums.
