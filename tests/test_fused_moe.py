@@ -1,15 +1,13 @@
 """What the properties cannot say of mixtures of experts: routing, tensor descriptors, odd weights, the layer."""
 
-import dataclasses
 import types
 
 import pytest
-import test_offline_compile as offline
 import torch
 from cases import CASES
 
 from liger_kernel import _env
-from liger_kernel.ops import _moe_launch, fused_moe
+from liger_kernel.ops import fused_moe
 from liger_kernel.testing.properties import Maker, run
 from liger_kernel.transformers.experts import LigerExperts
 
@@ -128,28 +126,3 @@ def test_layer(device):
         LigerExperts(_config(hidden_act="relu"))
     with pytest.raises(ValueError, match="none of num_experts"):
         LigerExperts(_config(num_experts=None))
-
-
-@pytest.mark.plain
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.op.name == "fused_moe"], ids=lambda c: c.name
-)
-def test_hoppers_own_tiles_compile(case, monkeypatch):
-    """As `test_offline_compile`, with tensor descriptors and their block sizes."""
-    plain = offline._argument
-    hopper = _env.DeviceInfo("H200", "sm_90", 132, 32, 227 << 10, 141 << 30)
-    monkeypatch.setattr(_env, "device_info", lambda device: hopper)
-    descriptors = []
-
-    def argument(value, constant):
-        if not isinstance(value, _moe_launch.TensorDescriptor):
-            return plain(value, constant)
-        descriptors.append(value)
-        block = ",".join(map(str, value.block_shape))
-        return f"tensordesc<{offline.NAMES[value.base.dtype]}[{block}]>", False
-
-    monkeypatch.setattr(offline, "_argument", argument)
-    aligned = dataclasses.replace(case, shapes=[(5, 2, 2, 64, 64)])
-    offline._check(aligned, torch.bfloat16, "cuda:90", monkeypatch)
-    assert descriptors

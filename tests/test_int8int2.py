@@ -1,7 +1,6 @@
 """Int8 times packed ternary weights. (Integers only: the properties that make sense, on a row of their own.)"""
 
 import pytest
-import test_offline_compile
 import torch
 
 from liger_kernel import _env
@@ -87,10 +86,3 @@ def test_bad_input_says_what_to_do():
         mm_int8int2.matmul(
             torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2, 2, dtype=torch.uint8)
         )
-
-
-@pytest.mark.plain
-def test_compiles_for_hopper(monkeypatch):
-    names = {torch.int8: "i8", torch.uint8: "u8"}
-    monkeypatch.setattr(test_offline_compile, "NAMES", {**test_offline_compile.NAMES, **names})
-    test_offline_compile._check(CASE, torch.float32, "cuda:90", monkeypatch)
