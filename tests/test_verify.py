@@ -1,5 +1,6 @@
 """`verify`: models that agree, kernels sabotaged by one percent that it must name, and a model left as it was found."""
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -12,6 +13,7 @@ import liger_kernel
 from liger_kernel.cli import main
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.patch import norm, rematerialise, rotary
+from liger_kernel.transformers.patch.apply import seam_of
 from liger_kernel.transformers.patch.promise import PromisingHead
 from liger_kernel.verification.result import Row
 
@@ -221,6 +223,20 @@ def test_the_model_is_left_as_it_was_found(batches):
             liger_kernel.verify(model, batches)
     assert _state(model) == before
     assert not isinstance(model.lm_head, PromisingHead)
+
+
+def test_beside_a_patched_model():
+    """Models of one file share some functions: the other one's are put aside, and are there again afterwards."""
+    modeling_llama = importlib.import_module("transformers.models.llama.modeling_llama")
+    other, model = _small(), _small()
+    report = liger_kernel.patch(other)
+    shared = modeling_llama.apply_rotary_pos_emb
+    found = liger_kernel.verify(model, ONE)
+    assert found.ok
+    assert "output rope" in found.table()
+    assert modeling_llama.apply_rotary_pos_emb is shared
+    assert seam_of(shared) == "rope"
+    report.undo()
 
 
 def test_what_it_refuses():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel.transformers.patch import patched, probe_model
+from liger_kernel.transformers.patch.apply import unshared
 from liger_kernel.transformers.patch.flags import DEFAULTS, checked
 from liger_kernel.transformers.patch.model import unwrapped
 from liger_kernel.transformers.patch.report import ALREADY
@@ -50,7 +51,11 @@ def verify(model: Any, batches: Iterable[Any], **flags: bool | None) -> Verifica
     a batch; where something is wrong, a step more for every kernel.
     """
     chosen = {**DEFAULTS, **checked(flags, "verify", DEFAULTS)}
-    model = unwrapped(model)
+    with unshared():  # other models of the same file may be patched
+        return _verify(unwrapped(model), batches, chosen)
+
+
+def _verify(model: nn.Module, batches: Iterable[Any], chosen: dict[str, bool]) -> Verification:
     _check(model)
     device = next(model.parameters()).device
     data = [_batch(each, device) for each in batches]
@@ -143,6 +148,6 @@ def _check(model: Any) -> None:
         found = probe_model(model, **dict.fromkeys(DEFAULTS, True)).rows
         bound = dict.fromkeys(row.seam for row in found if row.status == ALREADY)
         if bound:
-            reason = f"it, or a model of the same file, is patched already ({', '.join(bound)}): undo() that first"
+            reason = f"it is patched already ({', '.join(bound)}): undo() that first"
     if reason is not None:
         raise ValueError(f"verify cannot judge this {type(model).__name__}: {reason}.")

@@ -7,13 +7,17 @@ that file: it stays replaced until the last model that asked for it is undone.
 
 import types
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 _ABSENT: Any = object()
-_users: dict[tuple[str, str], "weakref.WeakSet[Any]"] = {}  # (Python module, name) -> who asked
+_users: dict[
+    tuple[Any, str], "weakref.WeakSet[Any]"
+] = {}  # (Python module or class, name) -> who asked
 
 
 def seam_of(function: Any) -> str | None:
@@ -26,6 +30,22 @@ def original_of(function: Any) -> Any:
     while seam_of(function) is not None:
         function = function.__wrapped__
     return function
+
+
+@contextmanager
+def unshared() -> Iterator[None]:
+    """Within the block the functions that models share are the originals, as if no model had asked for others."""
+    users = dict(_users)
+    found = [(owner, name, getattr(owner, name)) for owner, name in users]
+    _users.clear()
+    for owner, name, function in found:
+        setattr(owner, name, original_of(function))
+    try:
+        yield
+    finally:
+        _users.update(users)
+        for owner, name, function in found:
+            setattr(owner, name, function)
 
 
 @dataclass(frozen=True)
@@ -68,9 +88,9 @@ class Ledger:
         self.changes.append(Change(module, "__class__", type(module), cls))
         module.__class__ = cls
 
-    def share(self, namespace: types.ModuleType, name: str, new: Any, user: Any) -> None:
-        """Replace a function of a Python module on behalf of `user`."""
-        users = _users.setdefault((namespace.__name__, name), weakref.WeakSet())
+    def share(self, namespace: Any, name: str, new: Any, user: Any) -> None:
+        """Replace a function of a Python module or class on behalf of `user`."""
+        users = _users.setdefault((namespace, name), weakref.WeakSet())
         if user not in users:
             users.add(user)
             self._replace(namespace, name, new, user)
@@ -100,7 +120,7 @@ class Ledger:
 
     @staticmethod
     def _release(change: Change) -> None:
-        users = _users[change.owner.__name__, change.name]
+        users = _users[change.owner, change.name]
         users.discard(change.user)
         if not users:
             setattr(change.owner, change.name, original_of(getattr(change.owner, change.name)))
