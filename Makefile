@@ -19,7 +19,7 @@ installed := $(VENV)/installed
 endif
 pytest := $(run) -m pytest tests
 
-.PHONY: demo test test-gpu test-all test-trl test-lightning bench lint docs frameworks clean
+.PHONY: demo test test-gpu test-all test-trl test-lightning test-quantised bench lint docs frameworks clean
 
 demo: $(installed)
 	$(run) -m liger_kernel train $(ARGS)
@@ -39,9 +39,9 @@ test-all: $(installed)
 test-gpu: $(installed)
 	$(pytest) -p no:benchmark -n $(JOBS) -m "not slow" $(ARGS)
 
-# Other people's trainers, in the releases of tests/trainers.txt: an environment for each under build/trainers.
-test-trl test-lightning: export OMP_NUM_THREADS = 1
-test-trl test-lightning: test-%: $(installed)
+# Other people's trainers and layers, in the releases of tests/trainers.txt: an environment for each under build/trainers.
+test-trl test-lightning test-quantised: export OMP_NUM_THREADS = 1
+test-trl test-lightning test-quantised: test-%: $(installed)
 	$(run) tests/trainers.py $* $(ARGS)
 
 bench: $(installed)

@@ -51,15 +51,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Families that differ in something the patcher meets: a training step of each, shrunk as `liger-kernel models` does it.
 MORE: dict[str, dict[str, Any]] = {
     "cohere": {},  # scaled logits, interleaved rotary pairs
+    "deepseek_v2": {},  # complex rotary numbers
     "deepseek_v3": {},
     "exaone4": {},
+    "ernie4_5": {},
     "falcon_h1": {"mlp_multipliers": [0.7, 1.3]},
     "gemma4_text": {},
     "glm4": {},
+    "gpt2": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # LayerNorm, Conv1D
     "gpt_oss": {"output_router_logits": True},
+    "granitemoe": {"output_router_logits": True},
     "llama4_text": {},
     "nanochat": {},  # rotates the other way: refused, and right all the same
     "nemotron": {},
+    "olmoe": {"output_router_logits": True},
+    "phi": {},  # LayerNorm, part of each head rotated
     "qwen3_moe": {"output_router_logits": True},
     "qwen3_next": {"output_router_logits": True},
     "smollm3": {},

@@ -69,6 +69,11 @@ def test_verdicts():
     assert family.verdicts == {t: matrix.ALL if t in fused else matrix.ABSENT for t in matrix.SEAMS}
     assert 0 <= family.loss < 1e-6
     assert 0 < family.gradients < 1e-5
+    assert set(family.ways) == {
+        "right padding", "left padding", "num_items_in_batch", "shift_labels", "packed position_ids", "inputs_embeds",
+        "evaluation",
+    }  # fmt: skip
+    assert max(family.ways.values()) < 1e-5
 
 
 def test_reasons_and_what_is_not_counted():

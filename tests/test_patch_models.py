@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from models import FAMILIES, MORE, VOCAB, assert_same_step, batch, step, tiny
+from models import FAMILIES, MORE, VOCAB, assert_same_step, batch, config_of, step, tiny
 
 import liger_kernel
 from liger_kernel.coverage import families, matrix
+from liger_kernel.coverage.build import awake
 from liger_kernel.transformers import functional
 
 pytest.importorskip("transformers")
@@ -82,6 +83,27 @@ def test_more_families(family):
     with liger_kernel.patched(patched) as report:
         assert report.count("head") == 1
         assert_same_step(plain, patched, **batch())
+
+
+@pytest.mark.parametrize("task", ["Sequence", "Token"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "qwen3"])
+def test_classification_heads(family, task):
+    """They keep their loss; the backbone under it is fused."""
+    transformers = pytest.importorskip("transformers")
+    auto = getattr(transformers, f"AutoModelFor{task}Classification")
+    config = config_of(family, num_labels=3, classifier_dropout=0.0)
+    torch.manual_seed(0)
+    plain = awake(auto.from_config(config, attn_implementation="eager"))
+    patched = copy.deepcopy(plain)
+    inputs = batch()
+    labels = inputs["input_ids"] % 3
+    labels = labels[:, 0] if task == "Sequence" else labels
+    with liger_kernel.patched(patched) as report:
+        assert report.count("head") == 0
+        assert report.count("rms_norm") >= 5
+        assert report.count("rope") == 1
+        outputs = assert_same_step(plain, patched, input_ids=inputs["input_ids"], labels=labels)
+    assert outputs.logits.shape[-1] == 3
 
 
 @pytest.mark.slow

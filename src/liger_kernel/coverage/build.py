@@ -126,6 +126,55 @@ def plain_step(model: Any) -> tuple[Inputs, Step] | str:
     return reason
 
 
+def ways(model: Any, given: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """(name, inputs) of further steps, made of the plainest inputs; what users and trainers pass beside them."""
+    labels = given["labels"]
+    tokens = labels.shape[1]
+    right = torch.ones_like(labels)
+    right[-1, tokens - 3 :] = 0
+    for name, mask in (("right padding", right), ("left padding", right.flip(1))):
+        masked = labels.masked_fill(mask == 0, -100)
+        yield name, {**given, "attention_mask": mask, "labels": masked}
+    yield "num_items_in_batch", {**given, "num_items_in_batch": torch.tensor(11.0)}
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    yield "shift_labels", {**given, "shift_labels": shifted}
+    if given.keys() == {"input_ids", "labels"}:
+        positions = torch.arange(tokens) % (tokens // 2)
+        yield "packed position_ids", {**given, "position_ids": positions.expand_as(labels)}
+        embedded = model.get_input_embeddings()(given["input_ids"]).detach()
+        yield "inputs_embeds", {"labels": labels, "inputs_embeds": embedded}
+
+
+def step_as_shipped(model: Any, given: Inputs) -> Step | None:
+    """The second step, or None if the model does not take these inputs, once or twice, or loses itself in them."""
+    try:
+        step(model, given)
+        found = step(model, given)
+    except Exception:  # of the model's own code, about these inputs
+        return None
+    return found if found[0].isfinite() else None
+
+
+def evaluation_difference(model: Any, given: Inputs) -> float:
+    """The largest relative difference of loss and logits in evaluation, patched against plain."""
+    from liger_kernel.transformers.patch import patched
+
+    def outputs() -> list[Tensor]:
+        with torch.no_grad():
+            found = model(**given)
+        values = (found.loss, getattr(found, "logits", None))
+        return [value for value in values if isinstance(value, Tensor)]
+
+    model.eval()
+    try:
+        plain = outputs()
+        with patched(model):
+            pairs = zip(outputs(), plain, strict=True)
+            return max(float((x - y).norm() / y.norm()) for x, y in pairs)
+    finally:
+        model.train()
+
+
 def differences(model: Any, given: Inputs, plain: Step) -> tuple[float, float, bool]:
     """(difference of the loss, largest difference of a gradient, whether logits were built), patched against plain.
 

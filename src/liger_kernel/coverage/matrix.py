@@ -38,6 +38,7 @@ class Family:
     )  # (title, class or function, reason)
     loss: float | None = None  # largest relative difference of the loss, of a gradient
     gradients: float | None = None
+    ways: dict[str, float] = field(default_factory=dict)  # other calls -> largest difference
     unchecked: str = ""  # why there is no such difference: it does not run as shipped
 
     @property
@@ -50,7 +51,7 @@ class Family:
         """Whether the patcher failed, or a patched step was compared and differs."""
         if self.failed:
             return True
-        differences = (self.loss or 0.0, self.gradients or 0.0)
+        differences = (self.loss or 0.0, self.gradients or 0.0, *self.ways.values())
         return not all(difference <= TOLERANCE for difference in differences)  # NaN differs
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,12 +103,19 @@ def _judge(family: Family, model: Any) -> None:
 
 
 def _compare(family: Family, model: Any) -> None:
-    """Fill in what a training step says."""
+    """Fill in what training steps and an evaluation say."""
     found = build.plain_step(model)
     if isinstance(found, str):
         family.unchecked = found
         return
     family.loss, family.gradients, logits_built = build.differences(model, *found)
+    inputs = found[0]
+    for name, given in build.ways(model, inputs):
+        plain = build.step_as_shipped(model, given)
+        if plain is not None:
+            loss, gradients, _ = build.differences(model, given, plain)
+            family.ways[name] = max(loss, gradients)
+    family.ways["evaluation"] = build.evaluation_difference(model, inputs)
     if logits_built and family.verdicts[HEAD] == ALL:
         family.verdicts[HEAD] = NONE
         reason = "it does more with its logits than a loss, so they are built"

@@ -1,6 +1,6 @@
 """The matrix as text for a terminal and as the page `docs/models.md`."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 
@@ -21,6 +21,9 @@ no place; `-`: the model has no such part. Places in vision and audio towers cou
 {checked}"""
 _CHECKED = """`step`: the largest relative difference of a patched training step from a plain one, loss and gradient of
 each parameter, in fp32; `not run`: the class takes no step on text, pictures or sounds made up for it, see below.
+Further steps, of the classes that take them as shipped, and their largest difference:
+
+{ways}
 """
 
 
@@ -53,7 +56,7 @@ def markdown(families: list[Family]) -> str:
         transformers=_packages.version_of("transformers"),
         torch=torch.__version__.partition("+")[0],
         check="--check " if checked else "",
-        checked=_CHECKED if checked else "",
+        checked=_CHECKED.format(ways="\n".join(_ways(families))) if checked else "",
     ).rstrip()
     rows = [_row(["", "classes that have it", ALL, SOME, NONE, "share of all", "of all and some"])]
     rows += [_row(["---"] * 7)]
@@ -79,6 +82,16 @@ def markdown(families: list[Family]) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
+def _ways(families: list[Family]) -> list[str]:
+    """A table of the other calls: how many classes were compared, how far they are off."""
+    names = dict.fromkeys(name for family in families for name in family.ways)
+    rows = [_row(["", "classes", "difference"]), _row(["---"] * 3)]
+    for name in names:
+        found = [family.ways[name] for family in families if name in family.ways]
+        rows.append(_row([name, str(len(found)), f"{max(found):.0e}"]))
+    return rows
+
+
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
@@ -102,8 +115,9 @@ def _step(family: Family) -> str:
         return "not run"
     if family.loss is None or family.gradients is None:
         return ABSENT
-    difference = max(family.loss, family.gradients)
-    return f"{difference:.0e}" if not family.wrong else f"WRONG {difference:.0e}"
+    if family.wrong:
+        return f"WRONG {max(family.loss, family.gradients, *family.ways.values()):.0e}"
+    return f"{max(family.loss, family.gradients):.0e}"
 
 
 def _reasons(families: list[Family]) -> list[tuple[str, str, str, str]]:
@@ -148,4 +162,7 @@ def _totals(families: list[Family]) -> list[str]:
             f"{len(compared)} training steps compared, {len(wrong)} differ by more than {TOLERANCE:g}"
             f"{': ' + ', '.join(wrong) if wrong else '.'}"
         )
+        counts = Counter(name for family in compared for name in family.ways)
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        lines.append(f"compared likewise: {told}.")
     return lines
