@@ -19,7 +19,7 @@ installed := $(VENV)/installed
 endif
 pytest := $(run) -m pytest tests
 
-.PHONY: demo test test-gpu test-all test-trl test-lightning test-quantised bench lint docs frameworks clean
+.PHONY: demo test test-gpu test-all test-trl test-lightning test-quantised test-hub bench lint docs frameworks clean
 
 demo: $(installed)
 	$(run) -m liger_kernel train $(ARGS)
@@ -40,8 +40,8 @@ test-gpu: $(installed)
 	$(pytest) -p no:benchmark -n $(JOBS) -m "not slow" $(ARGS)
 
 # Other people's trainers and layers, in the releases of tests/trainers.txt: an environment for each under build/trainers.
-test-trl test-lightning test-quantised: export OMP_NUM_THREADS = 1
-test-trl test-lightning test-quantised: test-%: $(installed)
+test-trl test-lightning test-quantised test-hub: export OMP_NUM_THREADS = 1
+test-trl test-lightning test-quantised test-hub: test-%: $(installed)
 	$(run) tests/trainers.py $* $(ARGS)
 
 bench: $(installed)
