@@ -64,6 +64,32 @@ def test_autocast(pair):
         assert (found[name] - gradient).norm() <= allowed, name
 
 
+def test_fp16_with_a_grad_scaler(pair):
+    """Gradients of 1 / N vanish in fp16 before the scale has come; a step that overflows is skipped, by both."""
+    liger_kernel.patch(pair[1])
+    scales, grads = [], []
+    for model in pair:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for seed in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(**batch(seed)).loss
+            factor = float("inf") if seed == 2 else 1.0
+            scaler.scale(loss * factor).backward()
+            scaler.unscale_(optimizer)
+            grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    assert scales[:4] == scales[4:] == [2.0**14, 2.0**15, 2.0**14, 2.0**14]
+    for step_of, found in zip(grads[:4], grads[4:], strict=True):
+        for name, gradient in step_of.items():
+            assert gradient.isfinite().all() == found[name].isfinite().all()
+            if gradient.isfinite().all():
+                assert (found[name] - gradient).norm() <= 2e-2 * gradient.norm() + 1e-5, name
+
+
 def test_bf16_model(pair):
     plain, patched = (model.to(torch.bfloat16) for model in pair)
     with liger_kernel.patched(patched):
@@ -316,6 +342,7 @@ LORA = {
     "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "trained norms": {"target_modules": ["up_proj"], "modules_to_save": ["input_layernorm"]},
     "adapter on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "DoRA": {"target_modules": ["q_proj", "gate_proj", "down_proj"], "use_dora": True},
 }
 
 
@@ -334,6 +361,29 @@ def test_lora(pair, name, after):
     assert outputs.logits is None
     with patched.disable_adapter(), plain.disable_adapter():
         torch.testing.assert_close(patched(**batch()).loss, plain(**batch()).loss)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens(pair, kind):
+    """Inputs come as embeddings with further tokens in front, or beside a cache: nothing has to be refused."""
+    peft = pytest.importorskip("peft")
+    steps = []
+    for model in pair:
+        torch.manual_seed(6)
+        tuned = peft.get_peft_model(
+            model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        )
+        if model is pair[1]:
+            liger_kernel.patch(tuned)
+        steps.append(step(tuned, **batch()))
+    (expected, wanted), (outputs, found) = steps
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    assert found.keys() == wanted.keys()
+    assert len(found) == 1
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 # Several processes (one here: the hooks are the same)
