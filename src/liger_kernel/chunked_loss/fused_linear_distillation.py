@@ -20,8 +20,7 @@ from liger_kernel.chunked_loss.preference import check_chunk_size
 from liger_kernel.ops._op import choice, compute_dtype, first_order, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Wanted, run
-from liger_kernel.ops.head.logits import Logits
-from liger_kernel.ops.head.pair import check_teacher, pair_form
+from liger_kernel.ops.head.pair import Teacher, check_teacher, pair_form
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 
@@ -220,13 +219,10 @@ class _Call:
     want_hard: bool
     options: DistillationOptions
 
-    def losses(self, z: Tensor, index: Tensor) -> Tensor:
-        """Soft and hard sums of a chunk of the student's raw logits, `[2]`, part of their graph."""
+    def losses(self, z: Tensor, teacher: Tensor, index: Tensor) -> Tensor:
+        """Soft and hard sums of a chunk of both's raw logits, `[2]`, part of the student's graph."""
         s, t, labels = self.student, self.teacher, self.labels.index_select(0, index).long()
-        x = _transformed(z, s)
-        h = self.teacher_hidden.reshape(-1, self.teacher_hidden.shape[-1]).index_select(0, index)
-        weight, bias = t.weight.to(h.dtype), None if t.bias is None else t.bias.to(h.dtype)
-        y = _transformed(Logits(weight, bias, s.logits, len(h), len(weight), False)(h, None)[0], t)
+        x, y = _transformed(z, s), _transformed(teacher, t)
         padded = F.pad(x / s.temperature, (0, y.shape[-1] - x.shape[-1]))
         soft = self.formula(
             padded, y / s.temperature, target=labels, ignore_index=self.ignore_index, **self.loss_kwargs
@@ -240,6 +236,8 @@ class _Call:
         count = torch.full((), keep.numel(), dtype=torch.float32, device=hidden.device)
         share = 1.0 / max(keep.numel(), 1) if self.options.reduction == "mean" else 1.0
         weights = torch.tensor([self.soft, self.hard], device=hidden.device) * share
+        o, s, t = self.options, self.student, self.teacher
+        source = Teacher(self.teacher_hidden, t.weight, t.bias, None, None, s.logits, False)
 
         def per_row(
             logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
@@ -247,18 +245,16 @@ class _Call:
             assert index is not None
             z = logits.detach().requires_grad_(out is not None)
             with torch.set_grad_enabled(out is not None):
-                parts = self.losses(z, index)
+                parts = self.losses(z, source.product(start, stop, index), index)
                 if out is not None:
                     by = weights if upstream is None else weights * upstream
                     out.copy_(torch.autograd.grad(parts, z, by.to(parts.dtype))[0])
             return parts.detach()
 
-        o, s = self.options, self.student
-        row, teacher_row = s.weight.shape[0], self.teacher.weight.shape[0]
         budget = resolve_budget(o.memory_budget, hidden.device)
         found, grads = run(
             hidden, HeadParams(s.weight, s.bias, logits=s.logits), per_row, wanted, keep=keep,
-            accum_dtype=o.accum_dtype, budget=max(budget * row // (row + teacher_row), 1),
+            accum_dtype=o.accum_dtype, budget=source.students_share(budget, s.weight.shape[0], hidden.element_size()),
         )  # fmt: skip
         parts = torch.stack(found).sum(0) if found else torch.zeros_like(weights)
         terms = [w * p for w, p in zip((self.soft, self.hard), parts * share, strict=True) if w]

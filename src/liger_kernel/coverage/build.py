@@ -118,18 +118,20 @@ def _copied(inputs: Inputs) -> Inputs:
 
 
 def plain_step(model: Any) -> tuple[Inputs, Step] | str:
-    """The plainest inputs that a training step of the model runs on, and the step; or why it runs on none.
-
-    The second step counts: some models change at their first, and some take no second.
-    """
+    """The plainest inputs that a training step of the model runs on, and the step; or why it runs on none."""
     reason = ""
     for given in offers(model):
         try:
-            step(model, given)
-            return given, step(model, given)
+            return given, _second_step(model, given)
         except Exception as error:  # of the model's own code, about these inputs
             reason = reason or " ".join(f"{type(error).__name__}: {error}".split())[:120]
     return reason
+
+
+def _second_step(model: Any, given: Inputs) -> Step:
+    """Some models change at their first step, and some take no second."""
+    step(model, given)
+    return step(model, given)
 
 
 def ways(model: Any, given: Inputs) -> Iterator[tuple[str, Inputs]]:
@@ -154,8 +156,7 @@ def ways(model: Any, given: Inputs) -> Iterator[tuple[str, Inputs]]:
 def step_as_shipped(model: Any, given: Inputs) -> Step | None:
     """The second step, or None if the model does not take these inputs, once or twice, or loses itself in them."""
     try:
-        step(model, given)
-        found = step(model, given)
+        found = _second_step(model, given)
     except Exception:  # of the model's own code, about these inputs
         return None
     return found if found[0].isfinite() else None

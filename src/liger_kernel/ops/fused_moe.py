@@ -128,7 +128,10 @@ def fused_moe_backward_kernel(
     need_x, need_up, need_down, need_weights, need_bias1, need_bias2 = needs
     dy, r, tokens = rows(dy), dense(weights), x.shape[0]
     wanted = (need_x or need_up or need_bias1, need_down, need_weights)
-    first = first_tiles(places, plan)
+    sums = (
+        need_up or need_down or need_bias1 or need_bias2
+    )  # over an expert's rows: not for frozen experts
+    first = first_tiles(places, plan) if sums else places.totals
     dy_slots = gather(dy, places, plan) if any(wanted) or need_bias2 else dy
     dboth = weighted = row_sums = both
     if any(wanted):

@@ -99,8 +99,7 @@ def head_pair(
     count = _count(labels, ignore_index, n, wide, hidden.device)
     share = 1.0 / (count.clamp(min=1) * width) if width else torch.ones_like(count)
     scale = share if upstream is None else share * upstream
-    source = _Source(t_hidden, t_weight, t_bias, t_rows, t_ids, kept, kernels)
-    itemsize = hidden.element_size() + 4 * (kept == "float32")
+    source = Teacher(t_hidden, t_weight, t_bias, t_rows, t_ids, kept, kernels)
 
     def per_row(
         logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
@@ -110,7 +109,7 @@ def head_pair(
 
     found, grads = run(
         hidden, HeadParams(weight, bias, logits=kept), per_row, Wanted(need_dh, need_dw, need_db), keep=keep,
-        budget=source.students_share(budget, vocab * itemsize), accum_dtype=accum_dtype,
+        budget=source.students_share(budget, vocab, hidden.element_size()), accum_dtype=accum_dtype,
     )  # fmt: skip
     parts = (
         torch.cat(found, 1).sum(1) if found else torch.zeros(2, dtype=wide, device=hidden.device)
@@ -138,7 +137,7 @@ def _count(
     return (labels != ignore_index).sum().to(dtype)
 
 
-class _Source:
+class Teacher:
     """Where the teacher's rows come from: a product with its head, or what is stored of them."""
 
     def __init__(
@@ -154,12 +153,15 @@ class _Source:
             self.weight = weight.to(hidden.dtype)
             self.bias = None if bias is None else bias.to(hidden.dtype)
 
-    def students_share(self, budget: int, student_row: int) -> int:
-        """What is left of the budget for the student's logits: both buffers have the same number of rows."""
+    def students_share(self, budget: int, vocab: int, itemsize: int) -> int:
+        """What is left of the budget for the student's logits of `vocab` classes: both buffers have the same number of
+        rows.
+        """
         if self.given is not None:
             return budget
-        itemsize = 4 if self.kept == "float32" else self.weight.element_size()
-        teacher_row = self.weight.shape[0] * itemsize
+        wide = self.kept == "float32"
+        student_row = vocab * (itemsize + 4 * wide)
+        teacher_row = self.weight.shape[0] * (4 if wide else self.weight.element_size())
         return max(budget * student_row // max(student_row + teacher_row, 1), 1)
 
     def losses(
@@ -173,7 +175,7 @@ class _Source:
             return function(
                 loss,
                 logits,
-                self._product(start, stop, index),
+                self.product(start, stop, index),
                 None,
                 target,
                 scale,
@@ -188,7 +190,7 @@ class _Source:
         function = top_k_rows if self.kernels else top_k_rows_torch
         return function(loss, logits, ids, given, index, target, scale, out, V=V)
 
-    def _product(self, start: int, stop: int, index: Tensor | None) -> Tensor:
+    def product(self, start: int, stop: int, index: Tensor | None) -> Tensor:
         """The teacher's logits of a chunk, in a buffer padded like the student's."""
         if self.logits is None:  # the first chunk is the longest
             stride = padded(self.weight.shape[0], alignment(self.weight.device))
