@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run
+from tiny_run import ASKED, TINY, write
 
 from liger_kernel.train import UsageError, parallel
 from liger_kernel.train.settings import complete
@@ -23,21 +23,11 @@ pytestmark = [
 ]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TINY = {
-    "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-ASKED = {
-    "model": None, "text": None, "steps": 3, "batch": 2, "seq": 16, "dtype": "fp32", "device": "cpu",
-    "optimizer": "adamw", "lr": None, "seed": 0,
-}  # fmt: skip
 
 
 @pytest.fixture
 def tiny(tmp_path):
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    words = ["norm", "rope", "gate", "head", "loss", "token", "chunk", "row"]
-    (tmp_path / "text.txt").write_text(" ".join(random.Random(0).choices(words, k=4000)))
+    write(tmp_path, words=4000)
     return tmp_path
 
 

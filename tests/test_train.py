@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from tiny_run import ASKED, TINY, write
 
 from liger_kernel.train import UsageError, command, memory, plot, report
 from liger_kernel.train.compare import compare
@@ -25,22 +25,11 @@ from liger_kernel.train.tokens import blocks
 
 pytestmark = pytest.mark.plain
 
-TINY = {
-    "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-ASKED = {
-    "model": None, "text": None, "steps": 3, "batch": 2, "seq": 16, "dtype": "fp32", "device": "cpu",
-    "optimizer": "adamw", "lr": None, "seed": 0,
-}  # fmt: skip
-
 
 @pytest.fixture
 def tiny(tmp_path):
     """Arguments of a run that takes no time: a tiny config and a text of random words."""
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    words = ["norm", "rope", "gate", "head", "loss", "token", "chunk", "row"]
-    (tmp_path / "text.txt").write_text(" ".join(random.Random(0).choices(words, k=40_000)))
+    write(tmp_path, words=40_000)
     return {"model": str(tmp_path / "tiny.json"), "text": str(tmp_path / "text.txt")}
 
 
