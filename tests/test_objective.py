@@ -8,8 +8,9 @@ from liger_kernel import _env
 from liger_kernel.ops import _logp_kernels, _logp_torch
 from liger_kernel.ops import linear_logprob as lp
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_kernel.ops.head import objective
+from liger_kernel.ops.head import exponentials, objective
 from liger_kernel.ops.head.objective import fused_linear_objective
+from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.rows import RowMath
 from liger_kernel.ops.head.shard import VocabShard
 
@@ -110,7 +111,7 @@ def test_no_grad_makes_no_gradient(path, device, monkeypatch):
     from liger_kernel.ops.head import engine
 
     hidden, weight, _, targets = _batch(device)
-    monkeypatch.setattr(engine._Sums, "add", None)
+    monkeypatch.setattr(engine.Sums, "add", None)
     with torch.no_grad():
         loss, _ = fused_linear_objective(hidden, weight, targets, lambda t: (t.logp.sum(), None))
     torch.testing.assert_close(loss, lp.reference(hidden, weight, targets).logp.sum())
@@ -232,6 +233,9 @@ def test_better_kept_logits(logits_dtype, softcap, path, device):
     rounded, better = (torch.stack(list(errors(kept))) for kept in (None, logits_dtype))
     if logits_dtype == torch.float32:
         assert better[0] <= 1e-5
+    if exponentials.apply_to(hidden, HeadParams(weight), path == "triton"):
+        assert (rounded[:2] <= 1e-5).all(), rounded  # logits are never rounded there
+        return
     assert (better[:2] <= rounded[:2] / 3).all(), (better, rounded)
     # the logits' gradient and the result are rounded in any case
     assert (better[2:] <= 2 * 2.0**-8 + rounded[2:] / 3).all(), (better, rounded)

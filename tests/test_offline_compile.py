@@ -48,6 +48,7 @@ _UNTRIED = (
 )
 _RANK = "256 pairs are compared with one another, once in a layer and in microseconds."
 _SUMS = "128 x 256 sums take half of the registers; gate, up and their gradients pass by once, after the product."
+_CAPPED = "An exponential and a slope for each of 128 x 256 sums; another pass over the chunk would cost more."
 _EXACT = "fp32 products without tensor cores: for tests of exactness, not for speed."
 
 SPILLS = [
@@ -79,6 +80,7 @@ SPILLS = [
     Spill("_fused_neighborhood_attention_kernels.backward_kernel", {"STEP": 64}, NVIDIA, 192, _UNTRIED),
     Spill("_mhc_coeff_kernels.product_backward_kernel", {"PRECISION": "tf32x3"}, NVIDIA, 384, _UNTRIED),
     Spill("_mhc_coeff_kernels.product_kernel", {"PRECISION": "ieee"}, NVIDIA, 64, _EXACT),
+    Spill("_head_exp_kernels.product_kernel", {"FORM": "capped"}, ("sm_90",), 384, _CAPPED),
     Spill("mm_int8int2._matmul_kernel", {}, ("sm_120",), 64, _UNTRIED),
 ]  # fmt: skip
 

@@ -106,7 +106,7 @@ ROWS = [
         flce.OP,
         _function,
         _inputs,
-        shapes=_SHAPES[:2],
+        shapes=[*_SHAPES[:2], _SHAPES[4]],
         options={
             "reduction": ["mean", "none"],
             "use_token_scaling": [True],

@@ -147,7 +147,7 @@ def _gradient_kernel(
         tl.store(OUT + cols, g.to(OUT.dtype.element_ty), mask=mask)
 
 
-def _form(
+def transform_of(
     pre_scale: float, softcap: float | None, post_scale: float
 ) -> tuple[str, float, float, float]:
     """FORM, inner, outer, and the constant part of dx/dz."""
@@ -172,7 +172,7 @@ def logp_rows(
     entropy = new(n if want_entropy else 0, dtype=torch.float32)
     argmax = new(n if want_argmax else 0, dtype=torch.int64)
     gaps = new(n if want_gaps else 0, dtype=torch.float32)
-    form, inner, outer, _ = _form(pre_scale, softcap, post_scale)
+    form, inner, outer, _ = transform_of(pre_scale, softcap, post_scale)
     block = min(block_of(V), _MAX_BLOCK)
     launch(
         _stats_kernel, (n,), logits.device, logp, top, log_total, entropy, argmax, gaps, logits, logits.stride(0),
@@ -189,7 +189,7 @@ def logp_gradient(
     softcap: float | None = None, post_scale: float = 1.0, sharded: bool = False, shift: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient to `out` `[C, >= V]`, which may be `logits`; a, c, b, d `[C]`, see the top of this file."""
-    form, inner, outer, slope = _form(pre_scale, softcap, post_scale)
+    form, inner, outer, slope = transform_of(pre_scale, softcap, post_scale)
     block = min(block_of(V), 4096)
     launch(
         _gradient_kernel, (logits.shape[0], cdiv(V, block)), logits.device, out, out.stride(0), logits,

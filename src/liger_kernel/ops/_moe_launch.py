@@ -9,15 +9,11 @@ from liger_kernel import _env
 from liger_kernel.ops import _moe_kernels as kernels
 from liger_kernel.ops import _moe_row_kernels as row_kernels
 from liger_kernel.ops import _moe_sum_kernels as sums
+from liger_kernel.ops._descriptors import TensorDescriptor, aligned, pays
 from liger_kernel.ops._dot import precision
 from liger_kernel.ops._moe_routing import Routing
 from liger_kernel.ops._op import dense
 from liger_kernel.ops._triton import block_of, cdiv, launch
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no Triton, or one before 3.4
-    TensorDescriptor: Any = None
 
 
 class Tile(NamedTuple):
@@ -62,7 +58,6 @@ class Plan(NamedTuple):
 _HOPPER = (Tile(128, 256, 64, 8, 4, 1), Tile(128, 256, 64, 8, 3, 1), Tile(128, 128, 64, 4, 3, 2))
 _OTHER = (Tile(128, 128, 32, 8, 3, 2), Tile(128, 128, 32, 8, 3, 2), Tile(128, 64, 32, 8, 3, 2))
 _EXACT = (Tile(64, 64, 32, 4, 2, 2),) * 3
-_HOPPER_MEMORY = 200 << 10
 _GROUP = 8  # row tiles that share columns of a weight
 _GATHERED = (8, 1024)  # slots and columns of a program
 _GATED = (16, 256)  # slots of a program, columns at a time
@@ -73,20 +68,12 @@ _ROUTE_PAIRS, _ROUTE_BLOCK = 32, 128
 
 def plan_of(x: Tensor) -> Plan:
     """By dtype and device, never by the number of tokens."""
-    info, exact = _env.device_info(x.device), precision(x.dtype)
+    exact = precision(x.dtype)
     if exact != "native":
         return Plan(*_EXACT, precision=exact, tma=False)
-    hopper = info.capability >= 90 and info.shared_memory >= _HOPPER_MEMORY
+    hopper = pays(x.device)
     tiles = _HOPPER if hopper else _OTHER
     return Plan(*tiles, precision=exact, tma=hopper and TensorDescriptor is not None)
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether tensor descriptors can describe x: one adjacent dimension, 16-byte base and other strides."""
-    wide = [s for s in x.stride() if s != 1]
-    unit = 16 // x.element_size()
-    whole = all(s % unit == 0 for s in wide) and x.data_ptr() % 16 == 0
-    return whole and len(wide) == x.dim() - 1 and x.numel() > 0
 
 
 def product_operands(
@@ -100,7 +87,7 @@ def product_operands(
         w = w.contiguous()
     s_e, s_n, s_k = w.stride()
     k_major = s_k == 1
-    tma = plan.tma and _aligned(w) and (gathered or _aligned(a))
+    tma = plan.tma and aligned(w) and (gathered or aligned(a))
     flags = {"TMA": tma, "K_MAJOR": k_major, "PRECISION": plan.precision, "GROUP": _GROUP}
     rows, weight = a, w
     if tma:
@@ -215,7 +202,7 @@ def weight_grad(
     """dw `[E, M, N]`, any strides: sum over an expert's slots of p[slot]^T q[slot]."""
     (n_experts, m, n), tile = dw.shape, plan.weight
     m_blocks, n_blocks = cdiv(m, tile.rows), cdiv(n, tile.columns)
-    tma = plan.tma and _aligned(p) and _aligned(q)
+    tma = plan.tma and aligned(p) and aligned(q)
     operands = (p, q)
     if tma:
         blocks = ([tile.depth, tile.rows], [tile.depth, tile.columns])

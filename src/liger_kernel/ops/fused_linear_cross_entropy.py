@@ -20,11 +20,12 @@ from torch import Tensor
 
 from liger_kernel.ops import cross_entropy as ce
 from liger_kernel.ops._ce_batch import denominators
-from liger_kernel.ops._ce_kernels import ce_rows
+from liger_kernel.ops._ce_kernels import RowStats, ce_rows
 from liger_kernel.ops._ce_torch import ce_rows_torch
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, is_dtensor, named, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
+from liger_kernel.ops.head import exponentials
 from liger_kernel.ops.head.cross_entropy import objective_cross_entropy
 from liger_kernel.ops.head.engine import Wanted, part, placed, run, valid_tokens
 from liger_kernel.ops.head.module import Packed, takes_module
@@ -96,25 +97,31 @@ def head_cross_entropy(
     keep = valid_tokens(labels, ignore_index, num_valid)
     wide = compute_dtype(hidden)
     scales = denominators(labels, ce_weight, ignore_index, reduction, vocab, wide)
-    rows = ce_rows if kernels else ce_rows_torch
     each = None if upstream is None else upstream.reshape(-1).expand(n)
-    weight_sum = ce_weight.sum(dtype=wide) if ce_weight is not None and label_smoothing else None
-
-    def per_row(
-        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
-    ) -> Any:
-        place = start, stop, index
-        return rows(
-            logits, part(labels, *place), ce_weight, scales, None if each is None else part(each, *place), out, V=vocab,
-            ignore_index=ignore_index, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale,
-            pre_scale=pre_scale, softcap=softcap, post_scale=post_scale, token_scaling=token_scaling,
-            weight_sum=weight_sum, want_argmax=want_accuracy or want_prediction,
-        )  # fmt: skip
-
     wanted = Wanted(need_dh, need_dw, need_db)
-    found, grads = run(
-        hidden, head, per_row, wanted, keep=keep, budget=budget, accum_dtype=accum_dtype
-    )
+    plain = not (label_smoothing or lse_square_scale or want_accuracy or want_prediction)
+    call: dict[str, Any] = {"keep": keep, "budget": budget, "accum_dtype": accum_dtype}
+    if plain and exponentials.apply_to(hidden, head, kernels):
+        per_token = _of_logp(labels, ce_weight, scales[0], each, token_scaling, ignore_index)
+        call |= {"targets": labels, "ignore_index": ignore_index}
+        found, grads = exponentials.run(hidden, head, per_token, wanted, **call)
+    else:
+        options = {
+            "V": vocab, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+            "lse_square_scale": lse_square_scale, "pre_scale": pre_scale, "softcap": softcap, "post_scale": post_scale,
+            "token_scaling": token_scaling, "want_argmax": want_accuracy or want_prediction,
+            "weight_sum": ce_weight.sum(dtype=wide) if ce_weight is not None and label_smoothing else None,
+        }  # fmt: skip
+        rows = ce_rows if kernels else ce_rows_torch
+
+        def per_row(
+            logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
+        ) -> Any:
+            place = start, stop, index
+            u = None if each is None else part(each, *place)
+            return rows(logits, part(labels, *place), ce_weight, scales, u, out, **options)
+
+        found, grads = run(hidden, head, per_row, wanted, **call)
 
     def gathered(name: str, absent: float = 0) -> Tensor:
         parts = [getattr(stats, name) for stats in found]
@@ -137,6 +144,32 @@ def head_cross_entropy(
         reduced(gathered("loss"), True), reduced(z, want_z), reduced(correct, want_accuracy), predicted,
         *(hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)),
     )  # fmt: skip
+
+
+def _of_logp(
+    labels: Tensor, ce_weight: Tensor | None, scale: Tensor, upstream: Tensor | None, token_scaling: bool,
+    ignore_index: int,
+) -> exponentials.PerToken:  # fmt: skip
+    """The loss of a chunk's tokens and its derivative, from their log-probabilities."""
+
+    def per_token(
+        logp: Tensor, start: int, stop: int, index: Tensor | None
+    ) -> tuple[RowStats, Tensor]:
+        y = part(labels, start, stop, index)
+        factor = scale
+        if ce_weight is not None:
+            factor = factor * ce_weight.to(scale.dtype)[y.clamp(0, ce_weight.shape[0] - 1)]
+        if token_scaling:
+            factor = factor * logp.exp()
+        loss = torch.where(y == ignore_index, 0.0, -logp * factor)
+        a = (-factor).expand(y.shape)
+        if upstream is not None:
+            a = a * part(upstream, start, stop, index)
+        # a label out of range has the loss NaN, and shall have such a gradient
+        a = a + 0.0 * loss
+        return RowStats(torch.stack((loss, torch.zeros_like(loss))), y.new_empty(0)), a
+
+    return per_token
 
 
 # 3 op

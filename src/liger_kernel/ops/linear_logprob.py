@@ -25,6 +25,7 @@ from torch import Tensor
 
 from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
+from liger_kernel.ops.head import exponentials
 from liger_kernel.ops.head.engine import Gradients, Wanted, part, placed, run, valid_tokens
 from liger_kernel.ops.head.logits import form_of
 from liger_kernel.ops.head.module import takes_module
@@ -87,6 +88,24 @@ def _pass(
 ) -> tuple[list[Any], Gradients, Tensor | None]:  # fmt: skip
     """Statistics of every kept token, or the gradients under `upstream` (of logp, entropy, selected)."""
     keep = valid_tokens(labels, ignore_index, num_valid)
+    call: dict[str, Any] = {
+        "keep": keep,
+        "budget": budget,
+        "accum_dtype": accum_dtype,
+        "targets": labels,
+    }
+    more = want_entropy or want_argmax or ids is not None or (upstream and upstream[1] is not None)
+    if not more and exponentials.apply_to(hidden, head, kernels):
+
+        def per_token(logp: Tensor, *place: Any) -> tuple[Any, Tensor | None]:
+            if upstream is None:
+                return (_stats_of(logp), None), None
+            a = upstream[0]
+            return None, logp.new_zeros(logp.shape) if a is None else part(a, *place)
+
+        return *exponentials.run(
+            hidden, head, per_token, wanted, ignore_index=ignore_index, **call
+        ), keep
     math = RowMath.of(head, ignore_index, kernels)
 
     def per_row(
@@ -110,17 +129,7 @@ def _pass(
         math.add_columns(out, ids, s * columns[1])
         return None
 
-    found, grads = run(
-        hidden,
-        head,
-        per_row,
-        wanted,
-        keep=keep,
-        budget=budget,
-        accum_dtype=accum_dtype,
-        targets=labels,
-    )
-    return found, grads, keep
+    return *run(hidden, head, per_row, wanted, **call), keep
 
 
 def _fake_forward(hidden, weight, target, bias, down, up, ids, *rest):
@@ -159,7 +168,7 @@ def linear_logprob_forward(
     def gathered(parts: list[Tensor], absent: float = 0) -> Tensor:
         return placed(torch.cat(parts), keep, labels.shape[0], absent)
 
-    stats = [s for s, _ in found] or [_empty_stats(hidden)]
+    stats = [s for s, _ in found] or [_stats_of(hidden.new_empty(0, dtype=compute_dtype(hidden)))]
     logp = gathered([s.logp for s in stats]).view(target.shape)
     entropy = (
         gathered([s.entropy for s in stats]).view(target.shape)
@@ -187,9 +196,10 @@ def _head(
     return HeadParams(weight, bias, *transform, shard=shard, logits=logits, low_rank=pair)
 
 
-def _empty_stats(hidden: Tensor) -> LogpStats:
-    none = hidden.new_empty(0, dtype=compute_dtype(hidden))
-    return LogpStats(none, none, none, none, hidden.new_empty(0, dtype=torch.int64), none)
+def _stats_of(logp: Tensor) -> LogpStats:
+    """Log-probabilities and nothing else."""
+    none = logp.new_empty(0)
+    return LogpStats(logp, none, none, none, logp.new_empty(0, dtype=torch.int64), none)
 
 
 def _fake_backward(hidden, weight, target, bias, down, up, *rest):

@@ -17,7 +17,7 @@ here; dh and dd are summed over the ranks, in fp32, under the products that make
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -121,16 +121,16 @@ def run(
     down, up = cast.low_rank or (None, None)
     n = h.shape[0] if keep is None else keep.numel()
     todo = plan_for(h, head, n, budget, dropped=keep is not None)
-    if cuts is not None:
-        longest = max((stop - start for start, stop in cuts), default=0)
-        todo = replace(todo, chunks=len(cuts), rows=longest)
-    sums = _Sums(h, cast, head, wanted, todo, accum_dtype, hidden.shape, keep is not None)
+    if cuts is None:
+        cuts = todo.slices()
+    longest = max((stop - start for start, stop in cuts), default=0)
+    sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, keep is not None)
     logits_of = Logits(
-        cast.weight, cast.bias, head.logits, todo.rows, todo.row_stride, wanted.any, up
+        cast.weight, cast.bias, head.logits, longest, todo.row_stride, wanted.any, up
     )  # fmt: skip
     found: list[Any] = []
     with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
-        for start, stop in todo.slices() if cuts is None else cuts:
+        for start, stop in cuts:
             index = None if keep is None else keep[start:stop]
             x, y, d = (
                 None if t is None else part(t, start, stop, index) for t in (h, targets, down)
@@ -144,20 +144,20 @@ def run(
         return found, sums.finish()
 
 
-class _Sums:
+class Sums:
     """The gradient buffers, filled chunk by chunk."""
 
     def __init__(
-        self, h: Tensor, cast: HeadParams, head: HeadParams, wanted: Wanted, todo: Plan,
+        self, h: Tensor, cast: HeadParams, head: HeadParams, wanted: Wanted, chunks: int, tokens: int,
         accum_dtype: torch.dtype | None, hidden_shape: torch.Size, dropped: bool,
     ):  # fmt: skip
         self.cast, self.head, self.hidden_shape = cast, head, hidden_shape
         shape, device = cast.weight.shape, h.device
         # One chunk is rounded once by the product itself: an accumulator would add nothing.
-        wide = head.weight.dtype if accum_dtype is None or todo.chunks == 1 else accum_dtype
+        wide = head.weight.dtype if accum_dtype is None or chunks == 1 else accum_dtype
         make = torch.zeros if dropped else torch.empty
         self.dh = make(h.shape, dtype=h.dtype, device=device) if wanted.hidden else None
-        start = torch.empty if todo.tokens else torch.zeros
+        start = torch.empty if tokens else torch.zeros
         self.dw = start(shape, dtype=wide, device=device) if wanted.weight else None
         exact = compute_dtype(h)
         self.db = torch.zeros(shape[0], dtype=exact, device=device) if wanted.bias else None

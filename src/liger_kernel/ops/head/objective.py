@@ -26,6 +26,7 @@ from torch import Tensor
 from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import compute_dtype, first_order, require
 from liger_kernel.ops._scale import scale_
+from liger_kernel.ops.head import exponentials
 from liger_kernel.ops.head.engine import Gradients, Wanted, plan_for, run
 from liger_kernel.ops.head.logits import DTYPES, form_of
 from liger_kernel.ops.head.module import takes_module
@@ -117,43 +118,45 @@ def _one_pass(
 ) -> tuple[Tensor, list[Any], Gradients]:
     """Loss, extras and gradients in three products."""
     labels = targets.reshape(-1)
-    math = RowMath.of(head, call.ignore_index, call.kernels)
     groups = dict(zip(order.cuts, order.groups, strict=True))
+    way = {
+        "keep": order.keep, "budget": call.budget, "accum_dtype": call.accum_dtype, "cuts": order.cuts,
+        "targets": labels,
+    }  # fmt: skip
 
-    def per_row(
-        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None, shift: Tensor | None = None
-    ) -> Any:  # fmt: skip
-        assert index is not None
-        y = labels.index_select(0, index)
-        asked, train = call.asked, out is not None
-        stats = math.stats(
-            logits,
-            y,
-            shift,
-            entropy="entropy" in asked,
-            argmax="argmax" in asked,
-            gaps="mean_logp" in asked,
+    if not call.asked and exponentials.apply_to(hidden, head, call.kernels):
+
+        def per_token(logp: Tensor, start: int, stop: int, index: Tensor | None) -> Any:
+            leaves = {"logp": logp}
+            loss, extras = _share(call, leaves, None, index, groups[start, stop], wanted.any)
+            return (loss.detach(), extras), _derivatives(loss, leaves)["logp"]
+
+        ignored = call.ignore_index
+        found, grads = exponentials.run(
+            hidden, head, per_token, wanted, ignore_index=ignored, **way
         )
-        with torch.set_grad_enabled(train):
-            leaves = {
-                k: v.requires_grad_(train) for k, v in _leaves(stats, asked, head.vocab).items()
-            }
-            entropy, argmax = leaves.get("entropy"), stats.argmax if "argmax" in asked else None
-            tokens = Tokens(
-                leaves["logp"], entropy, index, groups[start, stop], leaves.get("lse"),
-                leaves.get("mean_logp"), argmax,
-            )  # fmt: skip
-            loss, extras = call.objective(tokens)
-            if out is not None:
-                math.gradient(
-                    out, logits, y, stats, *_coefficients(loss, leaves, head.vocab), shift
-                )
-        return loss.detach(), extras
+    else:
+        math = RowMath.of(head, call.ignore_index, call.kernels)
 
-    found, grads = run(
-        hidden, head, per_row, wanted, keep=order.keep, budget=call.budget, accum_dtype=call.accum_dtype,
-        cuts=order.cuts, targets=labels,
-    )  # fmt: skip
+        def per_row(
+            logits: Tensor, start: int, stop: int, index: Tensor, out: Tensor | None, shift: Tensor | None = None
+        ) -> Any:  # fmt: skip
+            y, asked = labels.index_select(0, index), call.asked
+            want = {
+                "entropy": "entropy" in asked,
+                "argmax": "argmax" in asked,
+                "gaps": "mean_logp" in asked,
+            }
+            stats = math.stats(logits, y, shift, **want)
+            leaves = _leaves(stats, asked, head.vocab)
+            argmax = stats.argmax if "argmax" in asked else None
+            loss, extras = _share(call, leaves, argmax, index, groups[start, stop], out is not None)
+            if out is not None:
+                factors = _coefficients(_derivatives(loss, leaves), head.vocab)
+                math.gradient(out, logits, y, stats, *factors, shift)
+            return loss.detach(), extras
+
+        found, grads = run(hidden, head, per_row, wanted, **way)
     total = torch.stack([loss for loss, _ in found]).sum() if found else _nothing(hidden, call)
     return total, [extras for _, extras in found], grads
 
@@ -170,17 +173,36 @@ def _leaves(stats: LogpStats, asked: frozenset[str], vocab: int) -> dict[str, Te
     return found
 
 
-def _coefficients(
-    loss: Tensor, leaves: dict[str, Tensor], vocab: int
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """a, c, b, d of `_logp_kernels`: the loss's derivatives by autograd on `[C]` vectors."""
-    names = list(leaves)
-    grads: tuple[Tensor | None, ...] = (None,) * len(names)
+def _share(
+    call: _Call, leaves: dict[str, Tensor], argmax: Tensor | None, index: Tensor | None, groups: tuple[int, int],
+    train: bool,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """The objective of a chunk's tokens, in the graph of the leaves if train."""
+    assert index is not None
+    with torch.set_grad_enabled(train):
+        for leaf in leaves.values():
+            leaf.requires_grad_(train)
+        some = leaves.get("entropy"), index, groups, leaves.get("lse"), leaves.get("mean_logp")
+        return call.objective(Tokens(leaves["logp"], *some, argmax))
+
+
+def _derivatives(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """dloss by name, by autograd on `[C]` vectors: that of logp always, zeros where the loss does not depend on it."""
+    grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if loss.requires_grad:
-        grads = torch.autograd.grad(loss, [leaves[n] for n in names], allow_unused=True)
-    d = dict(zip(names, grads, strict=True))
-    a = d["logp"] if d["logp"] is not None else torch.zeros_like(leaves["logp"])
-    lse, mean = d.get("lse"), d.get("mean_logp")
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = dict(zip(leaves, grads, strict=True))
+    if found["logp"] is None:
+        found["logp"] = torch.zeros_like(leaves["logp"])
+    return found
+
+
+def _coefficients(
+    d: dict[str, Tensor | None], vocab: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """a, c, b, d of `_logp_kernels` from the loss's derivatives."""
+    a, lse, mean = d["logp"], d.get("lse"), d.get("mean_logp")
+    assert a is not None
     c = a if lse is None else a - lse
     return (
         a,

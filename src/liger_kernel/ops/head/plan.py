@@ -55,7 +55,11 @@ def plan(
     hidden more a row.
     """
     row_stride = padded(vocab, align)
-    row_bytes = (row_stride + 2 * hidden * gather) * itemsize
+    return chunked(tokens, row_stride, (row_stride + 2 * hidden * gather) * itemsize, budget)
+
+
+def chunked(tokens: int, row_stride: int, row_bytes: int, budget: int) -> Plan:
+    """The plan for `tokens` rows that take `row_bytes` each."""
     most = _fit(budget // row_bytes)
     chunks = max(cdiv(tokens, most), 1)
     if chunks > MAX_CHUNKS:

@@ -1,0 +1,227 @@
+"""Chunks of tokens through the head, without their logits: products of our own, whose epilogue is the softmax.
+
+For losses of the targets' log-probabilities alone. Formulas: `ops._head_exp_kernels`. Per chunk
+
+    x_y                      a dot product a token, in fp32
+    E = exp(x - x_y), sums   the first product; nothing is written when no gradient is wanted
+    logp                     from the sums
+    dW += E'^T (f h)         a plain matrix product         db += E'^T f
+    dh = f (E' W)            another product of ours
+
+against product, row kernel, two products of `head.engine`: one read and one write of the chunk less, and fp32 logits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel import _env
+from liger_kernel.ops import _head_exp_kernels as kernels
+from liger_kernel.ops._descriptors import TensorDescriptor, aligned, pays
+from liger_kernel.ops._dot import precision
+from liger_kernel.ops._logp_kernels import transform_of
+from liger_kernel.ops._op import rows
+from liger_kernel.ops._triton import block_of, cdiv, launch
+from liger_kernel.ops.head.engine import Gradients, Sums, Wanted, part
+from liger_kernel.ops.head.logits import accumulate, product
+from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.plan import Plan, chunked
+
+# rows, columns, depth, warps and stages of a tile, and row tiles that share columns of the weight. Measured on H200,
+# see NOTES.md. A product that writes nothing has room for one more stage.
+_TILE = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8}
+_STAGES, _STAGES_UNWRITTEN, _GROUP = 3, 4, 16
+_SUMMED = {"BLOCKS": 64, "ROWS": 32, "num_warps": 4}
+_BLOCK = 2048
+# Below this width the epilogue takes longer than what it saves.
+_NARROW = 896
+# dh is torch's product where tiles would leave more than the rest of the programs' rounds empty.
+_BUSY = 0.9
+
+# (log-probabilities [C] fp32, start, stop, index) -> (anything, dL/dlogp [C] if a gradient is wanted)
+PerToken = Callable[[Tensor, int, int, Tensor | None], tuple[Any, Tensor | None]]
+
+
+def apply_to(hidden: Tensor, head: HeadParams, kernels: bool) -> bool:
+    """Whether this head's tokens can take this way: bf16, which has the exponents of fp32; a whole head without a
+    low-rank term; Hopper. Blackwell's products are others, and untested.
+    """
+    device, weight = hidden.device, head.weight
+    if not kernels or TensorDescriptor is None or hidden.dtype != torch.bfloat16:
+        return False
+    hopper = pays(device) and _env.device_info(device).capability < 100
+    whole = head.shard is None and head.low_rank is None
+    if not (whole and ((hopper and hidden.shape[-1] >= _NARROW) or _env.interpreting())):
+        return False
+    same = weight.dtype == hidden.dtype  # else it is copied, and the copy is aligned
+    return hidden.shape[-1] % 8 == 0 and (not same or aligned(weight))
+
+
+def plan_for(
+    hidden: Tensor, head: HeadParams, tokens: int, budget: int, dropped: bool, gradient: bool
+) -> Plan:
+    """The plan for `tokens` rows of hidden `[*, H]`; dropped: they are picked out of more; gradient: one is wanted."""
+    vocab, width = head.weight.shape
+    size = hidden.element_size()
+    stride = cdiv(vocab, _TILE["BK"]) * _TILE["BK"]
+    kept = stride * size * gradient + 4 * cdiv(vocab, _TILE["BN"])
+    return chunked(tokens, stride, kept + width * size * dropped, budget)
+
+
+def run(
+    hidden: Tensor, head: HeadParams, per_token: PerToken, wanted: Wanted, *, targets: Tensor, ignore_index: int,
+    keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None, cuts: list[tuple[int, int]] | None = None,
+) -> tuple[list[Any], Gradients]:  # fmt: skip
+    """As `head.engine.run`, but per_token gets the log-probabilities of the targets `[N]` of a chunk, and gives their
+    derivatives.
+    """
+    h = rows(hidden)
+    h = h if aligned(h) or not h.numel() else h.clone(memory_format=torch.contiguous_format)
+    cast = head.to(h.dtype)
+    n = h.shape[0] if keep is None else keep.numel()
+    todo = plan_for(h, head, n, budget, keep is not None, wanted.any)
+    cuts = todo.slices() if cuts is None else cuts
+    sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, keep is not None)
+    longest = max((stop - start for start, stop in cuts), default=0)
+    chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, h)
+    found: list[Any] = []
+    with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
+        for start, stop in cuts:
+            index = None if keep is None else keep[start:stop]
+            x, y = (part(t, start, stop, index) for t in (h, targets))
+            spare = None if index is not None or sums.dh is None else sums.dh[start:stop]
+            result, a = per_token(chunk.logp(x, y, spare), start, stop, index)
+            found.append(result)
+            if wanted.any:
+                assert a is not None
+                room = x if index is not None else torch.empty_like(x) if spare is None else spare
+                _add(sums, chunk, a, room, start, index)
+        return found, sums.finish()
+
+
+def _add(
+    sums: Sums, chunk: "_Chunk", a: Tensor, room: Tensor, start: int, index: Tensor | None
+) -> None:  # fmt: skip
+    """The gradients of a chunk; room `[C, H]` holds f h, and after the product that reads it dh."""
+    dz, f = chunk.close(room, a)
+    if sums.dw is not None:
+        accumulate(sums.dw, dz.t(), room, first=start == 0)
+    if sums.db is not None:
+        sums.db += product(dz.t(), f[:, None].to(dz.dtype), sums.db.dtype)[:, 0]
+    if sums.dh is not None:
+        chunk.back(room, f)
+        if index is not None:
+            sums.dh.index_copy_(0, index, room)
+
+
+class _Chunk:
+    """The buffers of chunks of up to `most` tokens, and the launches that fill them."""
+
+    def __init__(
+        self, head: HeadParams, ignore_index: int, most: int, stride: int, store: bool, like: Tensor
+    ):
+        self.head, self.ignore_index, self.store, self.device = (
+            head,
+            ignore_index,
+            store,
+            like.device,
+        )
+        self.vocab, self.width = head.weight.shape
+        self.blocks = cdiv(self.vocab, _TILE["BN"])
+        scales = (head.pre_scale, head.softcap, head.post_scale / head.temperature)
+        self.form, *self.transform, self.slope = transform_of(*scales)
+        # zeros: matrix products of a CPU read the padding
+        make = torch.zeros if _env.interpreting() else torch.empty
+        self.buffer = make(most if store else 1, stride, dtype=like.dtype, device=like.device)
+        self.numbers = like.new_empty((6, most), dtype=torch.float32)
+        self.again = like.new_empty(1, dtype=torch.int32)
+
+    def logp(self, x: Tensor, y: Tensor, spare: Tensor | None) -> Tensor:
+        """`[C]` fp32 log-probabilities of y `[C]` given x `[C, H]`; 0 where ignored, NaN for a label out of range.
+
+        spare: contiguous memory that nobody reads until then, for the sums of E where it is enough.
+        """
+        n, weight, bias = x.shape[0], self.head.weight, self.head.bias
+        self.x, self.y, self.n = x, y, n
+        wide = (
+            None if spare is None else spare.view(-1)[: spare.numel() // 2 * 2].view(torch.float32)
+        )
+        enough = wide is not None and wide.numel() >= n * self.blocks
+        self.parts: Any = wide if enough else x.new_empty((self.blocks, n), dtype=torch.float32)
+        self.exps = self.buffer[: n if self.store else 1, : self.vocab]
+        self.x_y, self.slope_y, self.base, logp, self.total, self.rest = self.numbers[:, :n].unbind(
+            0
+        )
+        launch(
+            kernels.target_kernel, (n,), self.device, self.x_y, self.slope_y, self.base, self.again, x, x.stride(0),
+            weight, weight.stride(0), x if bias is None else bias, y, self.vocab, self.width, self.ignore_index,
+            *self.transform, FORM=self.form, HAS_BIAS=bias is not None, BLOCK=min(block_of(self.width), _BLOCK),
+            num_warps=4,
+        )  # fmt: skip
+        self._product("store" if self.store else "sum")
+        self._finish(logp)
+        # From here on nothing happens unless a label lay 55 nats below the largest logit.
+        self._product("top", guarded=True)
+        self._by_row(kernels.rebase_kernel, self.base, self.rest, self.parts, self.again)
+        self._product("store" if self.store else "sum", guarded=True)
+        self._finish(logp, guarded=True)
+        return logp.clone()
+
+    def _product(self, mode: str, guarded: bool = False) -> None:
+        m_blocks, bias = cdiv(self.n, _TILE["BM"]), self.head.bias
+        launch(
+            kernels.product_kernel, self._grid(m_blocks * self.blocks), self.device, _halves(self.exps),
+            self.parts, _tiled(self.x, "BM", "BK"), _tiled(self.head.weight, "BN", "BK"),
+            self.base if bias is None else bias, self.base, self.y, self.again, self.n, self.vocab, self.width,
+            m_blocks, self.blocks, *self.transform, MODE=mode, FORM=self.form, HAS_BIAS=bias is not None,
+            GUARDED=guarded, RAGGED=self.vocab % _TILE["BN"] != 0, PRECISION=precision(self.x.dtype), GROUP=_GROUP,
+            STAGES=_STAGES if mode == "store" else _STAGES_UNWRITTEN, **_TILE,
+        )  # fmt: skip
+
+    def _finish(self, logp: Tensor, guarded: bool = False) -> None:
+        given = (self.again, self.parts, self.x_y, self.base)
+        self._by_row(kernels.finish_kernel, logp, self.total, self.rest, *given, GUARDED=guarded)
+
+    def _by_row(self, kernel: Any, *args: Tensor, **flags: bool) -> None:
+        grid = (cdiv(self.n, _SUMMED["ROWS"]),)
+        launch(kernel, grid, self.device, *args, self.n, self.blocks, **flags, **_SUMMED)
+
+    def _grid(self, tiles: int) -> tuple[int]:
+        """Programs that stay, at most one for each tile."""
+        return (min(tiles, _env.device_info(self.device).sm_count),)
+
+    def close(self, room: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """-> E' `[C, V]` and f `[C]` from the derivatives a `[C]` of logp; room `[C, H]` = f x, may be x."""
+        f = a.float() * (-self.slope) / self.total
+        block = min(block_of(self.width), _BLOCK)
+        launch(
+            kernels.close_kernel, (self.n, cdiv(self.width, block)), self.device, room, room.stride(0), self.exps,
+            self.exps.stride(0), self.x, self.x.stride(0), f, self.rest, self.slope_y, self.y, self.vocab, self.width,
+            self.ignore_index, FORM=self.form, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        return self.exps, f
+
+    def back(self, out: Tensor, f: Tensor) -> None:
+        """out `[C, H]` = f (E' W), rounded once."""
+        m_blocks, n_blocks = cdiv(self.n, _TILE["BM"]), cdiv(self.width, _TILE["BN"])
+        tiles, sms = m_blocks * n_blocks, _env.device_info(self.device).sm_count
+        if tiles < _BUSY * cdiv(tiles, sms) * sms:
+            torch.mul(product(self.exps, self.head.weight, f.dtype), f[:, None], out=out)
+            return
+        launch(
+            kernels.back_kernel, self._grid(tiles), self.device, _tiled(out, "BM", "BN"), _tiled(self.exps, "BM", "BK"),
+            _tiled(self.head.weight, "BK", "BN"), f, self.n, self.vocab, m_blocks, n_blocks,
+            PRECISION=precision(self.x.dtype), GROUP=_GROUP, STAGES=_STAGES, **_TILE,
+        )  # fmt: skip
+
+
+def _tiled(x: Tensor, rows: str, columns: str) -> Any:
+    """A descriptor of x in tiles of these sizes."""
+    return TensorDescriptor.from_tensor(x, [_TILE[rows], _TILE[columns]])
+
+
+def _halves(x: Tensor) -> Any:
+    """A descriptor of x in left and right halves of tiles, for what an epilogue writes."""
+    return TensorDescriptor.from_tensor(x, [_TILE["BM"], _TILE["BN"] // 2])

@@ -1,0 +1,213 @@
+"""The vocabulary head without logits: products with the softmax in their epilogue, against float64."""
+
+import pytest
+import torch
+
+from liger_kernel import _env
+from liger_kernel.ops import _triton
+from liger_kernel.ops.head import exponentials
+from liger_kernel.ops.head.engine import Wanted
+from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.linear_logprob import linear_logprob, reference
+
+N, H, V = 150, 40, 301  # more than a tile of rows and of columns, no multiples
+IGNORE = -7
+# fp32 products are exact enough to see everything else; a GPU takes this way in bf16 alone
+EXACT = _env.interpreting()
+DTYPE = torch.float32 if EXACT else torch.bfloat16
+CLOSE = 2e-6 if EXACT else 4e-3
+# what overflows is seen and done again; the interpreter's numpy says so
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def device(device):
+    if not (_triton.AVAILABLE and (EXACT or (device.type == "cuda" and exponentials.pays(device)))):
+        pytest.skip("needs Triton's interpreter or tensor descriptors")
+    return device
+
+
+def _batch(device, dtype=DTYPE, **changes):
+    torch.manual_seed(0)
+    hidden = torch.randn(N, H, device=device)
+    weight = torch.randn(V, H, device=device) * H**-0.5
+    targets = torch.randint(0, V, (N,), device=device)
+    targets[::5] = IGNORE
+    bias = torch.randn(V, device=device) if changes.get("bias") else None
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return hidden, weight, targets, None if bias is None else bias.to(dtype)
+
+
+def _run(
+    hidden,
+    weight,
+    targets,
+    bias=None,
+    budget=1 << 20,
+    keep=None,
+    wanted=None,
+    upstream=None,
+    accum_dtype=torch.float32,
+    **head,
+):
+    a = torch.linspace(-1, 2, N, device=hidden.device) if upstream is None else upstream
+
+    def per_token(logp, start, stop, index):
+        return logp, a[start:stop] if index is None else a[index]
+
+    wanted = Wanted(True, True, bias is not None) if wanted is None else wanted
+    found, grads = exponentials.run(
+        hidden, HeadParams(weight, bias, **head), per_token, wanted, targets=targets, ignore_index=IGNORE, keep=keep,
+        budget=budget, accum_dtype=accum_dtype,
+    )  # fmt: skip
+    return torch.cat(found), grads, len(found), a
+
+
+def _truth(hidden, weight, targets, bias, a, **head):
+    leaves = [t.detach().double().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    logp = reference(
+        *leaves[:2], targets, bias=(*leaves, None)[2], ignore_index=IGNORE, **head
+    ).logp
+    grads = torch.autograd.grad((logp * a.double()).sum(), leaves)
+    return logp.detach(), grads
+
+
+def _near(got, want, bound=CLOSE):
+    error = (got.double() - want).norm() / want.norm().clamp(min=1e-30)
+    assert error <= bound, error
+
+
+@pytest.mark.parametrize(
+    "head", [{}, {"softcap": 3.0}, {"pre_scale": 0.5, "temperature": 0.3}], ids=str
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_formula(head, bias, device):
+    hidden, weight, targets, b = _batch(device, bias=bias)
+    logp, grads, _, a = _run(hidden, weight, targets, b, **head)
+    want, truth = _truth(hidden, weight, targets, b, a, **head)
+    torch.testing.assert_close(logp.double(), want, atol=1e-5, rtol=1e-5)
+    for got, true in zip((grads.hidden, grads.weight, grads.bias), truth, strict=False):
+        _near(got, true)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("kept", [False, True])
+def test_chunks_change_nothing(kept, own, device, monkeypatch):
+    """Whatever the budget and whose products, tokens dropped or not; without a gradient for h the sums of E have a
+    buffer of their own.
+    """
+    monkeypatch.setattr(exponentials, "_BUSY", 0 if own else 2)
+    hidden, weight, targets, _ = _batch(device)
+    a = torch.linspace(-1, 2, N, device=device)
+    _, truth = _truth(hidden, weight, targets, None, a)
+    keep = (targets != IGNORE).nonzero().view(-1) if kept else None
+    for budget, hidden_too in ((1 << 20, True), (40 * 1400, True), (40 * 1400, False)):
+        _, grads, chunks, _ = _run(
+            hidden,
+            weight,
+            targets,
+            budget=budget,
+            keep=keep,
+            wanted=Wanted(hidden_too, True),
+            upstream=a,
+        )
+        assert (chunks > 1) == (budget < 1 << 20)
+        _near(grads.weight, truth[1])
+        if hidden_too:
+            _near(grads.hidden, truth[0])
+
+
+def _far(weight, hidden, targets):
+    """A label 1,000 nats below, one 60 below, a certain one."""
+    hidden[0], hidden[1], hidden[2] = (
+        weight[3] * 1e3,
+        weight[4] * 60 / weight[4].square().sum(),
+        weight[5] * 1e3,
+    )
+    targets[:3] = torch.tensor([9, 9, 5])
+
+
+def _shifted(weight, hidden, targets):
+    """An offset common to all logits of a row."""
+    weight[:, 0] = 1.0
+    hidden[:, 0] = 1e4
+    hidden[7, 0] = -1e4
+
+
+def _lost(weight, hidden, targets):
+    """Classes of probability zero, one of them a label."""
+    weight[20] = -1e30
+    hidden.abs_()
+    targets[1] = 20
+
+
+@pytest.mark.parametrize("change", [_far, _shifted, _lost])
+def test_adversarial(change, device):
+    hidden, weight, targets, _ = _batch(device)
+    change(weight, hidden, targets)
+    a = torch.ones(N, device=device)
+    if change is _lost:
+        a[1] = 0.0
+    logp, grads, _, _ = _run(hidden, weight, targets, upstream=a)
+    want, truth = _truth(hidden, weight, targets, None, a)
+    if change is _lost:
+        assert logp[1] < -1e29
+        want[1] = logp[1]
+    # products of 1e4 have an fp32 rounding of 1e-3, in any method
+    torch.testing.assert_close(
+        logp.double(), want, atol=4e-3 if change is _shifted else 1e-5, rtol=1e-5
+    )
+    bound = 4 * CLOSE if change is not _shifted else 4e-3
+    _near(grads.hidden, truth[0], bound)
+    _near(grads.weight, truth[1], bound)
+
+
+def test_invalid_rows(device):
+    """NaN in an ignored token goes nowhere; a label out of range makes its own row NaN."""
+    hidden, weight, targets, _ = _batch(device)
+    clean = _run(hidden, weight, targets)
+    hidden[0] = torch.nan
+    logp, grads, _, _ = _run(hidden, weight, targets)
+    assert logp[0] == 0
+    assert torch.equal(logp, clean[0])
+    assert (grads.hidden[0] == 0).all()
+    assert torch.equal(grads.weight, clean[1].weight)
+    targets[3] = V
+    logp, grads, _, _ = _run(hidden, weight, targets)
+    assert logp.isnan().nonzero().view(-1).tolist() == [3]
+    assert grads.hidden.isnan().any(1).nonzero().view(-1).tolist() == [3]
+
+
+def test_without_gradient_nothing_is_written(device):
+    hidden, weight, targets, _ = _batch(device)
+    logp, grads, chunks, _ = _run(hidden, weight, targets, wanted=Wanted(), budget=1 << 15)
+    want, _ = _truth(hidden, weight, targets, None, torch.ones(N, device=device))
+    torch.testing.assert_close(logp.double(), want, atol=1e-5, rtol=1e-5)
+    assert chunks == 1
+    assert grads.all() == (None,) * 5
+
+
+def test_who_takes_it(device, monkeypatch):
+    monkeypatch.setattr(exponentials, "_NARROW", H)
+    hidden, weight, _, _ = _batch(device, torch.bfloat16)
+    assert exponentials.apply_to(hidden, HeadParams(weight), kernels=True)
+    assert not exponentials.apply_to(hidden, HeadParams(weight), kernels=False)
+    assert not exponentials.apply_to(hidden.half(), HeadParams(weight), kernels=True)
+    assert not exponentials.apply_to(
+        hidden, HeadParams(weight.new_empty(V, H + 1)[:, 1:]), kernels=True
+    )
+    pair = (hidden.new_zeros(N, 4), weight.new_zeros(V, 4))
+    assert not exponentials.apply_to(hidden, HeadParams(weight, low_rank=pair), kernels=True)
+
+
+def test_an_operator_that_takes_it(device, monkeypatch):
+    """Log-probabilities are those of fp32 logits, although nothing asked for them."""
+    monkeypatch.setattr(exponentials, "_NARROW", H)
+    hidden, weight, targets, _ = _batch(device, torch.bfloat16)
+    hidden = (hidden * 20).requires_grad_()
+    got = linear_logprob(hidden, weight, targets, ignore_index=IGNORE).logp
+    want = reference(hidden.double(), weight.double(), targets, ignore_index=IGNORE).logp
+    torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-6)
+    (dh,) = torch.autograd.grad(got.sum(), hidden)
+    (true,) = torch.autograd.grad(want.sum(), hidden)
+    _near(dh, true.double(), 1.5e-2 if EXACT else 5e-3)  # the interpreter truncates to bf16
