@@ -1,5 +1,6 @@
 """Paths, devices and the few warnings of others that tests cannot avoid."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from liger_kernel import _env
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ["LIGER_KERNEL_SCHEDULES"] = "off"  # what this user has tuned is not what is tested
 
 if _env.triton_runs_on("cpu"):
     import interpreter

@@ -43,6 +43,7 @@ LAYERS = {
     "estimate": 6,
     "coverage": 6,
     "verification": 6,
+    "tuning": 6,
     "cli": 6,
     "__main__": 6,
     "env_report": 3,

@@ -7,6 +7,7 @@ Environment variables
     LIGER_KERNEL_IMPL            auto (default) | triton | torch: which path every op takes
     LIGER_KERNEL_IMPL_<OP>       the same for one op, e.g. LIGER_KERNEL_IMPL_RMS_NORM=torch
     LIGER_KERNEL_MEMORY_BUDGET   bytes of transient buffers the vocabulary head may use (suffixes K, M, G)
+    LIGER_KERNEL_SCHEDULES       folder of schedules measured by `liger-kernel tune` (~/.cache/liger_kernel), off: none
     LIGER_KERNEL_VALIDATE        1: check labels on accelerators too (costs one synchronisation per call)
     TRITON_INTERPRET             1: Triton's own switch; the kernels then run on CPU tensors
 """
@@ -202,6 +203,18 @@ def on_device(device: torch.device) -> Any:
     return module.device(device)
 
 
+def has_raw_streams(device: torch.device) -> bool:
+    """Whether `raw_stream` knows devices of this type, and Triton's compiled kernels take its handles."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def raw_stream(index: int) -> int | None:
+    """The handle of the current stream of accelerator `index`; None unless that device is current."""
+    return (
+        torch._C._cuda_getCurrentRawStream(index) if torch._C._cuda_getDevice() == index else None
+    )
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for everything queued on `device`."""
     if device.type != "cpu":
@@ -221,19 +234,15 @@ def capturing(device: torch.device) -> bool:
 
 def memory_module(device: torch.device) -> Any:
     """The torch module with `max_memory_allocated` and friends for an accelerator `device`."""
-    return _module(device)
-
-
-def _module(device: torch.device) -> Any:
     return getattr(torch, device.type)
 
 
+_module = memory_module
+
+
 def _host_memory() -> int:
-    return (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if hasattr(os, "sysconf")
-        else 8 << 30
-    )
+    known = hasattr(os, "sysconf")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 8 << 30
 
 
 # Settings
@@ -269,6 +278,13 @@ def parse_bytes(text: str, source: str) -> int:
             f"{source} must be a positive number of bytes such as 268435456 or 256M; got {text!r}."
         )
     return value
+
+
+def schedules_folder() -> str:
+    """Where schedules that were measured for this machine's cards lie, "" if they are switched off."""
+    asked = os.environ.get("LIGER_KERNEL_SCHEDULES")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return "" if asked == "off" else os.path.expanduser(asked or f"{cache}/liger_kernel")
 
 
 def validate_labels() -> bool:
@@ -357,18 +373,14 @@ def export(name: str, value: str) -> None:
 
 @functools.cache
 def mixed_products(device: torch.device) -> bool:
-    """Whether `torch.mm(a, b, out_dtype=torch.float32)` exists for 16-bit operands on this device
-    (torch >= 2.8, CUDA).
-    """
+    """Whether `torch.mm(a, b, out_dtype=torch.float32)` takes 16-bit operands here (torch >= 2.8, CUDA)."""
     version = tuple(int(p) for p in torch.__version__.split(".")[:2])
     return device.type == "cuda" and version >= (2, 8)
 
 
 @contextlib.contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Within the block split-K products add their parts in fp32: cuBLAS may otherwise reduce them
-    in 16 bits.
-    """
+    """Within the block split-K products add their parts in fp32: cuBLAS may otherwise reduce them in 16 bits."""
     if device.type != "cuda":
         yield
         return

@@ -1,8 +1,8 @@
-"""The `liger-kernel` command: train, verify, bench, estimate, plan, models, env, probe.
+"""The `liger-kernel` command: train, verify, bench, tune, estimate, plan, models, env, probe.
 
 Each subcommand is imported only when it is asked for, so `liger-kernel env` works where nothing else does.
 Exit codes: 0 done; 1 done but wrong (curves that disagree, a run that failed); 2 bad arguments or input;
-130 interrupted.
+3 stopped at its limit with work left (bench); 130 interrupted.
 """
 
 import argparse
@@ -43,6 +43,12 @@ def _bench(argv: Sequence[str]) -> int:
     from liger_kernel.bench.run import main as bench
 
     return bench(argv) or 0
+
+
+def _tune(argv: Sequence[str]) -> int:
+    from liger_kernel.tuning.command import main as tune
+
+    return tune(argv)
 
 
 def _env(argv: Sequence[str]) -> int:
@@ -105,6 +111,7 @@ _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "fine-tune a model plain and patched, and compare"),
     "verify": (_verify, "run a few batches plain and patched, and say which kernel is off, if any"),
     "bench": (_bench, "measure the kernels beside eager PyTorch and torch.compile"),
+    "tune": (_tune, "measure launch schedules on this GPU and keep the fastest"),
     "estimate": (_estimate, "predict the peak memory of a training step, and what fits"),
     "plan": (_plan, "print how the vocabulary head would chunk a batch, and the bytes it takes"),
     "models": (

@@ -5,6 +5,7 @@ import platform
 import torch
 
 from liger_kernel import _env, _packages
+from liger_kernel.ops import _schedules
 
 _PACKAGES = (
     "triton",
@@ -45,12 +46,14 @@ def _accelerator() -> dict[str, str]:
     }
     if kind == "cpu":
         return facts | {"accelerator": "none"}
-    info = _env.device_info(_env.default_device())
+    device = _env.default_device()
+    info, tuned = _env.device_info(device), _schedules.path_of(_schedules.card_of(device))
     memory = f"{info.total_memory / 2**30:.0f} GiB"
     found = (
         f"{_env.device_count(kind)} x {info.name} ({info.arch}, {info.sm_count} units, {memory})"
     )
-    return facts | {"accelerator": found}
+    own = {"schedules": str(tuned)} if tuned and tuned.exists() else {}
+    return facts | {"accelerator": found} | own
 
 
 def print_env_report() -> None:

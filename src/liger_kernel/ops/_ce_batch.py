@@ -1,4 +1,4 @@
-"""A whole batch through `ce_rows`: denominators, one launch, the reduction. No autograd here."""
+"""A whole batch through `ce_rows`: denominators, rows, reduction, a launch each. No autograd here."""
 
 from typing import Any
 
@@ -7,7 +7,11 @@ from torch import Tensor
 
 from liger_kernel.ops._ce_kernels import RowStats, ce_rows
 from liger_kernel.ops._ce_torch import ce_rows_torch
-from liger_kernel.ops._op import compute_dtype, named, observed, rows
+from liger_kernel.ops._device import row_base
+from liger_kernel.ops._op import compute_dtype, dense, like, named, observed, rows
+from liger_kernel.ops._triton import Launch, planned, tl, triton
+
+_BLOCK, _WARPS = 8192, 16  # of the two small kernels, one program each
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -51,7 +55,7 @@ def cross_entropy_rows(
 ) -> Any:  # fmt: skip
     """-> `RowStats`' numbers and predicted, and the gradient of logits (empty if not wanted)."""
     z = rows(logits)
-    out = torch.empty(z.shape, dtype=z.dtype, device=z.device) if want_gradient else None
+    out = like(z) if want_gradient else None
     stats = _launch(fused, z, target, weight, scales, upstream, out, want_argmax, *options)
     return *stats, z.new_empty(0) if out is None else out
 
@@ -74,6 +78,66 @@ def run(
     return stats, z
 
 
+@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
+def _factors_kernel(OUT, T, W, n_rows, n_classes, ignore_index, BLOCK: tl.constexpr):
+    """`denominators` under "mean"."""
+    count = tl.zeros((BLOCK,), tl.int32)
+    share = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        label = tl.load(T + row, mask=row < n_rows, other=0).to(tl.int64)
+        valid = (row < n_rows) & (label != ignore_index)
+        count += valid.to(tl.int32)
+        if W is not None:
+            known = tl.minimum(tl.maximum(label, 0), n_classes - 1)
+            share += tl.load(W + known, mask=valid, other=0.0).to(tl.float32)
+    n, one = tl.sum(count, axis=0), tl.full((), 1.0, tl.float32)
+    factor = tl.div_rn(one, tl.maximum(n, 1).to(tl.float32))
+    tl.store(OUT + 1, factor)
+    if W is not None:
+        factor = tl.div_rn(one, tl.where(n > 0, tl.sum(share, axis=0), 1.0))
+    tl.store(OUT, factor)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _totals_kernel(LOSS, Z, NUMBERS, n_rows, BLOCK: tl.constexpr):
+    """The sums of the first row and, where Z is not None, of the second."""
+    which = tl.program_id(0)
+    NUMBERS += row_base(which, n_rows)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        total += tl.load(NUMBERS + row, mask=row < n_rows, other=0.0)
+    result = tl.sum(total, axis=0)
+    tl.store(LOSS, result.to(LOSS.dtype.element_ty), mask=which == 0)
+    if Z is not None:
+        tl.store(Z, result.to(Z.dtype.element_ty), mask=which == 1)
+
+
+@planned
+def _factors(device: torch.device, n_rows: int, n_classes: int, ignore_index: int) -> Launch:
+    numbers, meta = (n_rows, n_classes, ignore_index), {"BLOCK": _BLOCK, "num_warps": _WARPS}
+    return Launch(_factors_kernel, (1,), device, *numbers, **meta)
+
+
+@planned
+def _totals(device: torch.device, n_rows: int, outputs: int) -> Launch:
+    return Launch(_totals_kernel, (outputs,), device, n_rows, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+def factors(
+    fused: bool, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, n_classes: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`denominators`, in one launch where kernels run: PyTorch takes seven."""
+    if reduction != "mean" or not fused or observed():
+        return denominators(target, weight, ignore_index, reduction, n_classes, dtype)
+    found = target.new_empty(2, dtype=dtype)
+    run = _factors(target.device, target.shape[0], n_classes, ignore_index)
+    run(found, dense(target), weight if weight is None else dense(weight))
+    return found
+
+
 def denominators(
     target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, n_classes: int,
     dtype: torch.dtype = torch.float32,
@@ -93,7 +157,7 @@ def denominators(
 
 
 def reduced(
-    stats: RowStats, logits: Tensor, target: Tensor, reduction: str, want_z: bool,
+    fused: bool, stats: RowStats, logits: Tensor, target: Tensor, reduction: str, want_z: bool,
     want_argmax: bool, ignore_index: int,
 ) -> Outputs:  # fmt: skip
     """loss, z-loss, accuracy, prediction."""
@@ -104,10 +168,14 @@ def reduced(
         if want_z:
             z = stats.z.to(dtype, copy=True)
         return stats.loss.to(dtype, copy=True), z, accuracy, predicted
-    if want_z:
-        z = _cast(stats.z.sum(), dtype)
     if accuracy is not None:
         accuracy = accuracy.sum() / (target != ignore_index).sum().clamp(min=1)
+    if fused and not observed():
+        loss, z = logits.new_empty(()), logits.new_empty(()) if want_z else None
+        _totals(logits.device, stats.numbers.shape[1], 1 + want_z)(loss, z, stats.numbers)
+        return loss, z, accuracy, predicted
+    if want_z:
+        z = _cast(stats.z.sum(), dtype)
     return _cast(stats.loss.sum(), dtype), z, accuracy, predicted
 
 

@@ -39,7 +39,8 @@ from liger_kernel import _env
 from liger_kernel.ops._ce_lanes import collapse, gradient, log1p, measure, measure_edge, transform
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import dense
-from liger_kernel.ops._triton import launch, tl, triton
+from liger_kernel.ops._schedules import SM_WARPS, WARPS, Table, card_of
+from liger_kernel.ops._triton import Launch, planned, tl, triton
 
 _EDGE = tl.constexpr(16)
 
@@ -221,7 +222,7 @@ def _row(
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index", "sUP"])
 def _rows_kernel(
-    STATS, PREDICTED, OUT, sOUT, Z, sZ, T, W, WSUM, SCALES, UP, sUP, n_rows, n_cols, ignore_index,
+    STATS, PREDICTED, OUT, Z, T, W, WSUM, SCALES, UP, sOUT, sZ, sUP, n_rows, n_cols, ignore_index,
     smoothing, lse_square_scale, inner, outer, slope, FORM: tl.constexpr,
     SMOOTH: tl.constexpr, TOKEN_SCALING: tl.constexpr, ARGMAX: tl.constexpr, RAGGED: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
@@ -273,42 +274,60 @@ def ce_rows(
         12 bytes a row, 12 more with `want_argmax`. No synchronisation.
     """
     n_rows, device = logits.shape[0], logits.device
-    numbers = torch.empty(3 + want_argmax, n_rows, dtype=torch.float32, device=device)
-    predicted = torch.empty(n_rows if want_argmax else 0, dtype=torch.int64, device=device)
+    numbers = logits.new_empty((3 + want_argmax, n_rows), dtype=torch.float32)
+    predicted = logits.new_empty(n_rows if want_argmax else 0, dtype=torch.int64)
+    steps = (
+        0 if out is None else out.stride(0), logits.stride(0), 0 if upstream is None else upstream.stride(0)
+    )  # fmt: skip
+    table, size = _LOSS if out is None else _GRADIENT, logits.element_size()
+    run = _launch(
+        device, table, size, steps, n_rows, V, ignore_index, label_smoothing, lse_square_scale,
+        pre_scale, softcap, post_scale, token_scaling, want_argmax,
+    )  # fmt: skip
+    target, weight = dense(target), weight if weight is None else dense(weight)
+    run(numbers, predicted, out, logits, target, weight, weight_sum, scales, upstream)
+    return RowStats(numbers, predicted)
+
+
+@planned
+def _launch(
+    device: torch.device, table: Table, size: int, steps: tuple[int, ...], n_rows: int, V: int, ignore_index: int,
+    label_smoothing: float, lse_square_scale: float, pre_scale: float, softcap: float | None, post_scale: float,
+    token_scaling: bool, want_argmax: bool,
+) -> Launch:  # fmt: skip
+    """size: bytes of a logit."""
     scale = pre_scale * post_scale
     inner, outer = (pre_scale / softcap, post_scale * softcap) if softcap else (1.0, scale)
-    args = (
-        numbers, predicted, out, 0 if out is None else out.stride(0), logits, logits.stride(0),
-        dense(target), None if weight is None else dense(weight), weight_sum, scales, upstream,
-        0 if upstream is None else upstream.stride(0), n_rows, V, ignore_index, label_smoothing,
-        lse_square_scale, inner, outer, scale,
-    )  # fmt: skip
-    flags = {
+    info, (warps, *per_sm) = _env.device_info(device), table.choose(size * V, size, card_of(device))
+    programs = min(n_rows, per_sm[0] * info.sm_count) if any(per_sm) else n_rows
+    warps = min(warps, info.max_warps)
+    meta = {
         "FORM": "capped" if softcap else "plain" if scale == 1.0 else "scaled",
         "SMOOTH": label_smoothing != 0.0,
         "TOKEN_SCALING": token_scaling,
         "ARGMAX": want_argmax,
         "RAGGED": V % _EDGE.value != 0,
+        "STEPS": 2,
+        "LANES": 32 * warps,
+        "EACH": 16 // size,
+        "num_warps": warps,
     }
-    programs, meta = _shape(logits, V, out is not None)
-    launch(_rows_kernel, (programs,), device, *args, **flags, **meta)
-    return RowStats(numbers, predicted)
+    numbers = (n_rows, V, ignore_index, label_smoothing, lse_square_scale, inner, outer, scale)
+    return Launch(_rows_kernel, (programs,), device, *steps, *numbers, **meta)
 
 
-# bytes of a row -> warps of the program that takes it. Measured on H200, see NOTES.md.
-_WARPS = {2 << 10: 1, 8 << 10: 2, 32 << 10: 4, 112 << 10: 8, 192 << 10: 16}
+def _fits(size: int, warps: int, per_sm: int = 0) -> bool:
+    """From one access of 16 bytes a thread to 128."""
+    return max(size // 128, 512) <= 512 * warps <= max(size, 512) and per_sm * warps <= SM_WARPS
 
 
-def _shape(logits: Tensor, V: int, two_passes: bool) -> tuple[int, dict[str, int]]:
-    """Programs, and the pieces and warps of each."""
-    n_rows, info = logits.shape[0], _env.device_info(logits.device)
-    size = logits.element_size()
-    warps = next((w for bytes_, w in _WARPS.items() if size * V <= bytes_), 32)
-    programs = n_rows
-    if not two_passes:
-        warps = min(warps, 8)  # nothing to keep in L2: many rows at once
-    elif warps == 32:
-        programs = min(n_rows, info.sm_count)
-    warps = min(warps, info.max_warps)
-    each = 16 // size
-    return programs, {"STEPS": 2, "LANES": 32 * warps, "EACH": each, "num_warps": warps}
+# bytes of a row -> (warps, programs per SM) of the program that takes it; 0: a program for every row, else rows under
+# way are few enough to stay in L2 until their second visit. Measured on H200, see NOTES.md.
+_GRADIENT = Table("cross_entropy.gradient", {"warps": WARPS, "per_sm": (0, 1, 2)}, {
+    2 << 10: (1, 0), 8 << 10: (2, 0), 32 << 10: (4, 0), 112 << 10: (8, 0), 192 << 10: (16, 0),
+    512 << 10: (32, 1),
+}, _fits)  # fmt: skip
+# The loss alone reads a row once: nothing to keep in L2, many rows at once.
+_LOSS = Table("cross_entropy.loss", {"warps": WARPS}, {
+    2 << 10: (1,), 8 << 10: (2,), 32 << 10: (4,), 112 << 10: (8,), 512 << 10: (8,),
+}, _fits)  # fmt: skip

@@ -1,17 +1,31 @@
-"""The schedule of elementwise kernels: tiles of 2,048 elements over operands that are never copied
+"""The schedule of elementwise kernels: tiles of some thousand elements over operands that are never copied
 as long as their columns are adjacent, whatever their row stride.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from liger_kernel.ops._device import row_base
 from liger_kernel.ops._op import rows
-from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
+from liger_kernel.ops._schedules import Table, card_of
+from liger_kernel.ops._triton import Launch, block_of, cdiv, planned, tl, triton
 
-_TILE = 2048  # elements a program handles: 16 a thread, two 16-byte accesses per bf16 operand
-_WARPS = 4
+
+def tile_table(name: str) -> Table:
+    """One entry for all sizes: (elements a program handles, warps)."""
+    fields = {"tile": (512, 1024, 2048, 4096, 8192), "warps": (1, 2, 4, 8, 16)}
+    # 16 elements a thread: two 16-byte accesses per bf16 operand
+    return Table(name, fields, {1: (2048, 4)}, _fits)
+
+
+def _fits(size: int, tile: int, warps: int) -> bool:
+    return 8 <= tile // (32 * warps) <= 64
+
+
+_TILES = tile_table("elementwise")
 
 
 @triton.jit
@@ -31,21 +45,43 @@ def at(P, row, stride, start, cols):
     return P + start + row_base(row, stride)[:, None] + cols[None, :]
 
 
-def matrices(*operands: Tensor) -> list[Tensor]:
-    """Contiguous operands as one row, which needs no row arithmetic at all; else `[R, F]` each, columns adjacent."""
-    if all(x.is_contiguous() for x in operands):
-        return [x.view(1, -1) for x in operands]
-    return [rows(x) for x in operands]
+def tiled(
+    kernel: Any, table: Table = _TILES, constants: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """-> run(operands, scalars, values of the constants), which calls
 
+        kernel(*operands, *their row strides, n_rows, n_cols, *scalars, *constants, ROWS, BLOCK)
 
-def launch_tiles(
-    kernel: Any, operands: list[Tensor], scalars: tuple[float, ...] = (), **flags: Any
-) -> None:
-    """Run kernel(operand, its row stride, ..., n_rows, n_cols, *scalars, **flags, ROWS, BLOCK) on every tile."""
-    n_rows, n_cols = operands[-1].shape
-    block = _TILE if n_rows == 1 else min(block_of(n_cols), _TILE)
-    per_program = _TILE // block
-    grid = (cdiv(n_rows, per_program) * cdiv(n_cols, block),)
-    args = [arg for x in operands for arg in (x, x.stride(0))]
-    meta = {"ROWS": per_program, "BLOCK": block, "num_warps": _WARPS}
-    launch(kernel, grid, operands[-1].device, *args, n_rows, n_cols, *scalars, **flags, **meta)
+    on every tile. The operands have one shape and any layout: contiguous ones count as one row, which needs no row
+    arithmetic at all; others as `[R, F]` each, copied only where columns are not adjacent. Outputs must not need that.
+    """
+
+    @planned
+    def plan(
+        device: torch.device, itemsize: int, strides: tuple[int, ...], n_rows: int, n_cols: int,
+        scalars: tuple[float, ...], values: tuple[Any, ...],
+    ) -> Launch:  # fmt: skip
+        size, warps = table.choose(1, itemsize, card_of(device))
+        block = size if n_rows == 1 else min(block_of(n_cols), size)
+        per_program = size // block
+        grid = (cdiv(n_rows, per_program) * cdiv(n_cols, block),)
+        meta = {**dict(zip(constants, values, strict=True)), "ROWS": per_program, "BLOCK": block}
+        numbers = (*strides, n_rows, n_cols, *scalars)
+        return Launch(kernel, grid, device, *numbers, **meta, num_warps=warps)
+
+    def run(
+        operands: Sequence[Tensor], scalars: tuple[float, ...] = (), values: tuple[Any, ...] = ()
+    ) -> None:
+        last = operands[-1]
+        for operand in operands:
+            if not operand.is_contiguous():
+                operands = [rows(x) for x in operands]
+                (n_rows, n_cols), strides = operands[-1].shape, tuple(x.stride(0) for x in operands)
+                break
+        else:
+            n_rows, n_cols = 1, last.numel()
+            strides = (n_cols,) * len(operands)
+        sizes = (last.element_size(), strides, n_rows, n_cols)
+        plan(last.device, *sizes, scalars, values)(*operands)
+
+    return run

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._device import INV_SQRT_2PI, SQRT_HALF, exp, logistic
-from liger_kernel.ops._elementwise import at, launch_tiles, matrices, tile
-from liger_kernel.ops._op import Cost, named, require, rows
+from liger_kernel.ops._elementwise import at, tile, tile_table, tiled
+from liger_kernel.ops._op import Cost, like, named, rows
 from liger_kernel.ops._triton import tl, triton
 
 _CUBIC: tl.constexpr = tl.constexpr(0.044715)
@@ -62,7 +62,7 @@ def _activation(g, ACT: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    Y, sY_row, G, sG_row, U, sU_row, n_rows, n_cols, scale, down,
+    Y, G, U, sY_row, sG_row, sU_row, n_rows, n_cols, scale, down,
     ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)
@@ -76,7 +76,7 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    DG, sDG_row, DU, sDU_row, DY, sDY_row, G, sG_row, U, sU_row, n_rows, n_cols, scale, down,
+    DG, DU, DY, G, U, sDG_row, sDU_row, sDY_row, sG_row, sU_row, n_rows, n_cols, scale, down,
     ACT: tl.constexpr, NEED_DG: tl.constexpr, NEED_DU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)
@@ -95,6 +95,9 @@ def _backward_kernel(
 
 # 2 launch
 
+_forward = tiled(_forward_kernel, tile_table("gated.forward"), ("ACT",))
+_backward = tiled(_backward_kernel, tile_table("gated.backward"), ("ACT", "NEED_DG", "NEED_DU"))
+
 
 def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """gate and up, views of the first and the second half of the last dimension."""
@@ -109,10 +112,8 @@ def _fake_forward(gate: Tensor, up: Tensor, act: str, scale: float, down: float)
 @named("(Tensor gate, Tensor up, str act, float scale, float down) -> Tensor", _fake_forward)
 def gated_forward(gate: Tensor, up: Tensor, act: str, scale: float, down: float) -> Tensor:
     """-> y, contiguous, in the promoted dtype."""
-    g, u = matrices(gate, up)
-    dtype = torch.promote_types(gate.dtype, up.dtype)
-    y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-    launch_tiles(_forward_kernel, [y.view(g.shape), g, u], (scale, down), ACT=act)
+    y = like(gate, torch.promote_types(gate.dtype, up.dtype))
+    _forward((y, gate, up), (scale, down), (act,))
     return y
 
 
@@ -133,13 +134,11 @@ def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor, act: str, scale: float, down: float, need_dgate: bool, need_dup: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dgate, dup, contiguous; one that is not needed is empty."""
-    d, g, u = matrices(dy, gate, up)
-    dgate = torch.empty(gate.shape if need_dgate else 0, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty(up.shape if need_dup else 0, dtype=up.dtype, device=up.device)
+    dgate = like(gate) if need_dgate else gate.new_empty(0)
+    dup = like(up) if need_dup else up.new_empty(0)
     # A gradient that is not needed has no memory: its operand stands in and the flag keeps the kernel from writing it.
-    outputs = [dgate.view(g.shape) if need_dgate else g, dup.view(u.shape) if need_dup else u]
-    flags = {"ACT": act, "NEED_DG": need_dgate, "NEED_DU": need_dup}
-    launch_tiles(_backward_kernel, [*outputs, d, g, u], (scale, down), **flags)
+    outputs = (dgate if need_dgate else gate, dup if need_dup else up)
+    _backward((*outputs, dy, gate, up), (scale, down), (act, need_dgate, need_dup))
     return dgate, dup
 
 
@@ -156,10 +155,9 @@ def gated_packed_backward(
     dy: Tensor, gate_up: Tensor, act: str, scale: float, down: float
 ) -> Tensor:
     """-> dgate_up `[*, 2F]`, contiguous: one buffer, ready for the single product of a packed projection."""
-    dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-    operands = [*halves(rows(dgate_up)), rows(dy), *halves(rows(gate_up))]
-    flags = {"ACT": act, "NEED_DG": True, "NEED_DU": True}
-    launch_tiles(_backward_kernel, operands, (scale, down), **flags)
+    dgate_up = like(gate_up)
+    operands = (*halves(rows(dgate_up)), rows(dy), *halves(rows(gate_up)))
+    _backward(operands, (scale, down), (act, True, True))
     return dgate_up
 
 
@@ -168,19 +166,19 @@ def gated_packed_backward(
 
 def check_pair(op: str, gate: Tensor, up: Tensor) -> None:
     """ValueError unless gate and up have one shape."""
-    require(
-        gate.shape == up.shape,
-        f"{op}: gate and up must have the same shape; got {list(gate.shape)} and {list(up.shape)}.",
-    )
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"{op}: gate and up must have the same shape; got {list(gate.shape)} and {list(up.shape)}."
+        )
 
 
 def check_packed(op: str, gate_up: Tensor) -> None:
     """ValueError unless the last dimension has two halves."""
-    require(
-        gate_up.dim() > 0 and gate_up.shape[-1] % 2 == 0,
-        f"{op}: the last dimension must be even, gate in its first half and up in its second; got shape "
-        f"{list(gate_up.shape)}.",
-    )
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        raise ValueError(
+            f"{op}: the last dimension must be even, gate in its first half and up in its second; got shape "
+            f"{list(gate_up.shape)}."
+        )
 
 
 def supports(gate: Tensor, up: Tensor, *_: Any) -> str | None:

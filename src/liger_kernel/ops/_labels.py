@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
-from liger_kernel.ops._op import observed, require
+from liger_kernel.ops._op import observed
 
 
 def check_labels(op: str, target: Tensor, n_classes: int, ignore_index: int) -> None:
@@ -19,10 +19,10 @@ def check_labels(op: str, target: Tensor, n_classes: int, ignore_index: int) -> 
         ValueError: another dtype.
         IndexError: names the first label out of range and its position.
     """
-    require(
-        target.dtype in (torch.int64, torch.int32),
-        f"{op}: target must hold class indices, int64 or int32; got {target.dtype}.",
-    )
+    if target.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{op}: target must hold class indices, int64 or int32; got {target.dtype}."
+        )
     on_cpu = target.device.type == "cpu"
     if observed() or not (on_cpu or _env.validate_labels()):
         return

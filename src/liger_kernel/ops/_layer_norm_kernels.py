@@ -15,7 +15,7 @@ def _load(P, offsets, mask):
 
 @triton.jit
 def forward_kernel(
-    Y, X, sX_row, W, B, MEAN, RSTD, n_rows, n_cols, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    Y, X, W, B, MEAN, RSTD, sX_row, n_rows, n_cols, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The deviations from a rounded mean have a mean of their own, `slip`: taking it out costs a
     sum that runs beside that of the squares, and keeps the digits of rows far from zero.
@@ -42,7 +42,7 @@ def forward_kernel(
 
 
 @triton.jit
-def forward_wide_kernel(Y, X, sX_row, W, B, MEAN, RSTD, n_rows, n_cols, eps, BLOCK: tl.constexpr):
+def forward_wide_kernel(Y, X, W, B, MEAN, RSTD, sX_row, n_rows, n_cols, eps, BLOCK: tl.constexpr):
     """One pass for the statistics: every lane sums the deviations of its columns, and their squares,
     from the first of them, which lies where the row lies; then the lanes are merged.
     """
@@ -82,7 +82,7 @@ def forward_wide_kernel(Y, X, sX_row, W, B, MEAN, RSTD, n_rows, n_cols, eps, BLO
 
 @triton.jit
 def backward_kernel(
-    DX, P, DY, sDY_row, X, sX_row, W, MEAN, RSTD, n_rows, n_cols, rows_per_program,
+    DX, P, DY, X, W, MEAN, RSTD, sDY_row, sX_row, n_rows, n_cols, rows_per_program,
     NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def backward_kernel(
 
 @triton.jit
 def dx_wide_kernel(
-    DX, DY, sDY_row, X, sX_row, W, MEAN, RSTD, n_cols, BLOCK: tl.constexpr
+    DX, DY, X, W, MEAN, RSTD, sDY_row, sX_row, n_cols, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     DX += row_base(row, n_cols)
@@ -159,7 +159,7 @@ def dx_wide_kernel(
 
 @triton.jit
 def sums_wide_kernel(
-    P, DY, sDY_row, X, sX_row, MEAN, RSTD, n_rows, n_cols, rows_per_program,
+    P, DY, X, MEAN, RSTD, sDY_row, sX_row, n_rows, n_cols, rows_per_program,
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)

@@ -4,28 +4,47 @@ Backward is persistent: a few programs an SM, each with a run of rows of its own
 summed over rows stays in registers and leaves the program once.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from liger_kernel import _env
+from liger_kernel.ops._schedules import SM_WARPS, TILE, Entry, Table, fits_tile
 from liger_kernel.ops._triton import cdiv
 
 MAX_BLOCK = 32768  # columns of a row that forward holds in registers
 WIDE_BLOCK = 8192  # columns a program visits at a time beyond that
 _REDUCTIONS = 4096  # bytes of shared memory a program needs beside its pipeline
+_LOOP = {**TILE, "per_sm": (1, 2, 3, 4, 5, 6, 8), "stages": (1, 2, 3)}
 
 
-def forward_plan(entry: tuple[int, int], device: torch.device) -> dict[str, int]:
-    """ROWS and num_warps from a table's (rows, warps)."""
+def _fits_loop(block: int, rows: int, warps: int, per_sm: int, stages: int) -> bool:
+    """As a tile, of fewer values because several operands are held; and enough warps an SM to hide latency."""
+    few = rows * block // (32 * warps) <= 32
+    return few and fits_tile(block, rows, warps) and 8 <= per_sm * warps <= SM_WARPS
+
+
+def forward_table(name: str, entries: Mapping[int, Entry]) -> Table:
+    """Block of columns -> (rows, warps), for `forward_plan`."""
+    return Table(name, TILE, entries, fits_tile)
+
+
+def loop_table(name: str, entries: Mapping[int, Entry]) -> Table:
+    """Block of columns -> (rows, warps, programs per SM, stages), for `backward_plan`."""
+    return Table(name, _LOOP, entries, _fits_loop)
+
+
+def forward_plan(entry: Sequence[int], device: torch.device) -> dict[str, int]:
+    """ROWS and num_warps from a `forward_table`'s entry."""
     rows, warps = entry
     return {"ROWS": rows, "num_warps": min(warps, _env.device_info(device).max_warps)}
 
 
 def backward_plan(
-    entry: tuple[int, int, int, int], n_rows: int, row_bytes: int, device: torch.device, groups: int = 1,
+    entry: Entry, n_rows: int, row_bytes: int, device: torch.device, groups: int = 1,
 ) -> tuple[int, int, dict[str, Any]]:  # fmt: skip
-    """(programs, rows of each, ROWS, STAGES and num_warps) from a table's (rows, warps, programs per SM, stages).
+    """(programs, rows of each, ROWS, STAGES and num_warps) from a `loop_table`'s entry.
 
     row_bytes is what one row takes of all operands that the loop loads: no more stages than shared memory holds.
     Rows that fall into `groups` of their own columns have `programs` for each group.
@@ -34,13 +53,18 @@ def backward_plan(
     info = _env.device_info(device)
     most = max(info.sm_count * per_sm // groups, 1)
     share = cdiv(cdiv(n_rows, most), rows) * rows
-    room = (info.shared_memory - _REDUCTIONS) // (rows * row_bytes)
     meta = {
         "ROWS": rows,
-        "STAGES": max(min(stages, room), 1),
+        "STAGES": pipeline(stages, rows * row_bytes, device),
         "num_warps": min(warps, info.max_warps),
     }
     return cdiv(n_rows, share), share, meta
+
+
+def pipeline(stages: int, tile_bytes: int, device: torch.device) -> int:
+    """As many of these stages, of tiles of so many bytes, as shared memory holds."""
+    room = (_env.device_info(device).shared_memory - _REDUCTIONS) // tile_bytes
+    return max(min(stages, room), 1)
 
 
 def column_plan(n_rows: int, n_cols: int, block: int, device: torch.device) -> tuple[int, int, int]:

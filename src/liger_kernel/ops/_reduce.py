@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._device import row_base
-from liger_kernel.ops._triton import cdiv, launch, tl, triton
+from liger_kernel.ops._triton import Launch, cdiv, planned, tl, triton
 
 _ROWS, _COLUMNS, _WARPS = 64, 16, 4  # measured up to 16384 columns; beyond, programs abound
 _WIDE, _FEW = 16384, 4
@@ -32,8 +32,8 @@ def _sum_kernel(OUT, OUT2, P, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.co
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Column sums of contiguous fp32 `[G, D]` (G x D below 2^31), rounded once to `dtype`."""
     n_rows, n_cols = partials.shape
-    out = torch.empty(n_cols, dtype=dtype, device=partials.device)
-    _launch(out, None, partials, n_rows, n_cols, 1)
+    out = partials.new_empty(n_cols, dtype=dtype)
+    _sums(partials.device, n_rows, n_cols, 1)(out, None, partials)
     return out
 
 
@@ -51,18 +51,16 @@ def sum_two_partials(
         )
         return out, out2
     _, n_rows, n_cols = partials.shape
-    out = torch.empty(n_cols, dtype=first, device=partials.device)
-    out2 = torch.empty(n_cols, dtype=second, device=partials.device)
-    _launch(out, out2, partials, n_rows, n_cols, 2)
+    out, out2 = partials.new_empty(n_cols, dtype=first), partials.new_empty(n_cols, dtype=second)
+    _sums(partials.device, n_rows, n_cols, 2)(out, out2, partials)
     return out, out2
 
 
-def _launch(
-    out: Tensor, out2: Tensor | None, partials: Tensor, n_rows: int, n_cols: int, outputs: int
-) -> None:
+@planned
+def _sums(device: torch.device, n_rows: int, n_cols: int, outputs: int) -> Launch:
     rows, columns = _ROWS, _COLUMNS if n_cols <= _WIDE else 8 * _COLUMNS
     if n_cols <= _FEW:  # one program: it takes as many rows at a time as it can
         rows, columns = 1024, _FEW
     meta = {"ROWS": rows, "COLUMNS": columns, "num_warps": _WARPS}
     grid = (cdiv(n_cols, columns), outputs)
-    launch(_sum_kernel, grid, partials.device, out, out2, partials, n_rows, n_cols, **meta)
+    return Launch(_sum_kernel, grid, device, n_rows, n_cols, **meta)

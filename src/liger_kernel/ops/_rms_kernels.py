@@ -1,8 +1,8 @@
 """The kernels of `rms_norm` and `fused_add_rms_norm`: rows held in registers, and rows too wide for that.
 
-x, dy `[R, D]` with adjacent columns and any row stride; y, dx contiguous; w `[D]`; rstd `[R]` fp32. LLAMA rounds the
-normalised row to y's dtype before the weight; ROUND_W rounds offset + w to w's dtype as eager does then. With a
-residual R (else None) the norm is that of s = x + r, which is stored; with DS (else None) dx gets that gradient too.
+x, dy `[R, D]` with adjacent columns and any row stride; y, dx contiguous; w `[D]` or None; rstd `[R]` fp32. LLAMA
+rounds the normalised row to y's dtype before the weight; ROUND_W rounds offset + w to w's dtype as eager does then.
+With a residual R (else None) the norm is that of s = x + r, which is stored; with DS (else None) dx gets that gradient.
 """
 
 from liger_kernel.ops._device import row_base
@@ -26,8 +26,8 @@ def scale_of(W, cols, mask, offset, ROUND: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    Y, X, sX_row, S, R, sR_row, W, RSTD, n_rows, n_cols, eps, offset,
-    LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    Y, X, S, R, W, RSTD, sX_row, sR_row, n_rows, n_cols, eps, offset,
+    LLAMA: tl.constexpr, ROUND_W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
@@ -46,15 +46,15 @@ def forward_kernel(
     n = x * rstd[:, None]
     if LLAMA:
         n = n.to(Y.dtype.element_ty).to(tl.float32)
-    if HAS_W:
+    if W is not None:
         n = n * scale_of(W, cols, m_col, offset, ROUND_W)[None, :]
     tl.store(Y + at, n.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def forward_wide_kernel(
-    Y, X, sX_row, S, R, sR_row, W, RSTD, n_rows, n_cols, eps, offset,
-    LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, BLOCK: tl.constexpr,
+    Y, X, S, R, W, RSTD, sX_row, sR_row, n_rows, n_cols, eps, offset,
+    LLAMA: tl.constexpr, ROUND_W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     at = row_base(row, n_cols)
@@ -83,15 +83,15 @@ def forward_wide_kernel(
         n = x * rstd
         if LLAMA:
             n = n.to(Y.dtype.element_ty).to(tl.float32)
-        if HAS_W:
+        if W is not None:
             n = n * scale_of(W, cols, m_col, offset, ROUND_W)
         tl.store(Y + at + cols, n.to(Y.dtype.element_ty), mask=m_col)
 
 
 @triton.jit
 def backward_kernel(
-    DX, DWP, DS, sDS_row, DY, sDY_row, X, sX_row, W, RSTD, n_rows, n_cols, rows_per_program, offset,
-    LLAMA: tl.constexpr, HAS_W: tl.constexpr, ROUND_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    DX, DWP, DS, DY, X, W, RSTD, sDS_row, sDY_row, sX_row, n_rows, n_cols, rows_per_program, offset,
+    LLAMA: tl.constexpr, ROUND_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -113,7 +113,7 @@ def backward_kernel(
             dw += tl.sum(dy * rounded, axis=0)
         if NEED_DX:
             g = dy
-            if HAS_W:
+            if W is not None:
                 g = dy * scale_of(W, cols, m_col, offset, ROUND_W)[None, :]
             mean = tl.sum(g * n, axis=1) / n_cols
             dx = rstd[:, None] * (g - n * mean[:, None])
@@ -127,8 +127,8 @@ def backward_kernel(
 
 @triton.jit
 def dx_wide_kernel(
-    DX, DS, sDS_row, DY, sDY_row, X, sX_row, W, RSTD, n_cols, offset,
-    HAS_W: tl.constexpr, ROUND_W: tl.constexpr, BLOCK: tl.constexpr,
+    DX, DS, DY, X, W, RSTD, sDS_row, sDY_row, sX_row, n_cols, offset,
+    ROUND_W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     DX += row_base(row, n_cols)
@@ -143,7 +143,7 @@ def dx_wide_kernel(
         m_col = cols < n_cols
         g = tl.load(DY + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
         x = tl.load(X + cols, mask=m_col, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        if HAS_W:
+        if W is not None:
             g = g * scale_of(W, cols, m_col, offset, ROUND_W)
         dot += g * x * rstd
     mean = tl.sum(dot, axis=0) / n_cols
@@ -152,7 +152,7 @@ def dx_wide_kernel(
         m_col = cols < n_cols
         g = _load(DY, cols, m_col)
         x = _load(X, cols, m_col)
-        if HAS_W:
+        if W is not None:
             g = g * scale_of(W, cols, m_col, offset, ROUND_W)
         dx = rstd * (g - x * rstd * mean)
         if DS is not None:
@@ -162,7 +162,7 @@ def dx_wide_kernel(
 
 @triton.jit
 def dw_wide_kernel(
-    DWP, DY, sDY_row, X, sX_row, RSTD, n_rows, n_cols, rows_per_program,
+    DWP, DY, X, RSTD, sDY_row, sX_row, n_rows, n_cols, rows_per_program,
     LLAMA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)

@@ -14,15 +14,17 @@ All heads of a few tokens are rotated by one program, so that the tables are rea
 # (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from liger_kernel import _env
 from liger_kernel.ops._device import row_base
-from liger_kernel.ops._op import named
-from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
+from liger_kernel.ops._op import like, named
+from liger_kernel.ops._triton import Launch, block_of, cdiv, planned, tl, triton
 
 # 1 kernels
 
@@ -106,9 +108,9 @@ def _rotate_heads(
 
 @triton.jit(do_not_specialize=["n_tokens", "seq_len"])
 def _rope_kernel(
-    QY, sQY_batch, sQY_token, sQY_head, Q, sQ_batch, sQ_token, sQ_head,
-    KY, sKY_batch, sKY_token, sKY_head, K, sK_batch, sK_token, sK_head,
-    COS, sC_section, sC_batch, sC_token, SIN, sS_section, sS_batch, sS_token, n_tokens, seq_len,
+    QY, Q, KY, K, COS, SIN, sQY_batch, sQY_token, sQY_head, sQ_batch, sQ_token, sQ_head,
+    sKY_batch, sKY_token, sKY_head, sK_batch, sK_token, sK_head,
+    sC_section, sC_batch, sC_token, sS_section, sS_batch, sS_token, n_tokens, seq_len,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
     READ_PAIRS: tl.constexpr, WRITE_PAIRS: tl.constexpr, TRAILING: tl.constexpr, TABLE: tl.constexpr,
     TABLE_PAIRS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BACKWARD: tl.constexpr,
@@ -172,7 +174,11 @@ def _group(q_heads: int, k_heads: int, most: int) -> int:
 
 def tokens_axis(x: Tensor, heads: int) -> int:
     """The axis of the tokens: the one beside `heads`, the axis of the heads."""
-    return 2 * x.dim() - 5 - heads
+    return _tokens_axis(x.dim(), heads)
+
+
+def _tokens_axis(dims: int, heads: int) -> int:
+    return 2 * dims - 5 - heads
 
 
 def heads_within_tokens(x: Tensor, heads: int) -> bool:
@@ -180,30 +186,27 @@ def heads_within_tokens(x: Tensor, heads: int) -> bool:
     return x.stride(tokens_axis(x, heads)) >= x.stride(heads)
 
 
-def _strides(x: Tensor, heads: int) -> tuple[int, int, int]:
+def _strides(steps: Sequence[int], heads: int) -> tuple[int, int, int]:
     """Of batch, token and head."""
-    steps = x.stride()
-    return steps[0] if len(steps) == 4 else 0, steps[tokens_axis(x, heads)], steps[heads]
+    return steps[0] if len(steps) == 4 else 0, steps[_tokens_axis(len(steps), heads)], steps[heads]
 
 
 def _columns_adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _table_args(table: Tensor) -> tuple[Any, ...]:
-    """Pointer and strides of section, batch (0 for a table without one) and token."""
-    *section, batch, token, _ = table.stride()
-    return table, section[0] if section else 0, batch if table.shape[-3] > 1 else 0, token
+def _table_strides(steps: Sequence[int], batches: int) -> tuple[int, int, int]:
+    """Of section, batch (0 for a table without one) and token."""
+    *section, batch, token, _ = steps
+    return section[0] if section else 0, batch if batches > 1 else 0, token
 
 
 def _new(x: Tensor, heads: int, by_token: bool) -> Tensor:
     """Uninitialised, of x's shape, dense; in memory heads lie within tokens, or tokens in heads."""
     tokens = tokens_axis(x, heads)
     if by_token == (tokens < heads):
-        return x.new_empty(x.shape)
-    shape = list(x.shape)
-    shape[heads], shape[tokens] = shape[tokens], shape[heads]
-    return x.new_empty(shape).transpose(heads, tokens)
+        return like(x)
+    return like(x.transpose(heads, tokens)).transpose(heads, tokens)
 
 
 def _fake(
@@ -225,28 +228,41 @@ def rope_kernel(
     """-> q, k (empty for None) rotated forth or `backward`; heads: an axis; the rest as in the module's docstring."""
     qy, ky = _new(q, heads, by_token), q.new_empty(0) if k is None else _new(k, heads, by_token)
     q, cos = _columns_adjacent(q), _columns_adjacent(cos)
-    args: tuple[Any, ...] = (qy, *_strides(qy, heads), q, *_strides(q, heads))
-    q_heads, k_heads = q.shape[heads], 0 if k is None else k.shape[heads]
-    if k is not None:
-        k = _columns_adjacent(k)
-    args += args if k is None else (ky, *_strides(ky, heads), k, *_strides(k, heads))
-    args += _table_args(cos) + _table_args(cos if sin is None else _columns_adjacent(sin))
-    seq_len, dim, half = q.shape[tokens_axis(q, heads)], q.shape[-1], rotary_dim // 2
-    n_tokens = q.shape[:-3].numel() * seq_len
+    k = None if k is None else _columns_adjacent(k)
+    sin = None if sin is None else _columns_adjacent(sin)
+    # What is not there has a stand-in that is not read.
+    pair = (qy, q) if k is None else (ky, k)
+    tensors = (qy, q, *pair, cos, cos if sin is None else sin)
+    run = _plan(
+        q.device, q.shape, 0 if k is None else k.shape[heads], cos.shape, tuple(t.stride() for t in tensors), heads,
+        rotary_dim, interleaved, to_halves, trailing, tuple(sections), sin is None, backward,
+    )  # fmt: skip
+    run(*tensors)
+    return qy, ky
+
+
+@planned
+def _plan(
+    device: torch.device, shape: torch.Size, k_heads: int, table: torch.Size, steps: tuple[tuple[int, ...], ...],
+    heads: int, rotary_dim: int, interleaved: bool, to_halves: bool, trailing: bool, sections: tuple[int, ...],
+    is_complex: bool, backward: bool,
+) -> Launch:  # fmt: skip
+    q_heads, seq_len, dim = shape[heads], shape[_tokens_axis(len(shape), heads)], shape[-1]
+    n_tokens, half = shape[:-3].numel() * seq_len, rotary_dim // 2
     block, rest = block_of(half), block_of(dim - rotary_dim) if dim > rotary_dim else 0
     width = max(block, rest // 2)  # in pairs: columns that are only copied take as many registers
     group = _group(q_heads, k_heads, max(1, _PAIRS // width))
     size = max(1, _PAIRS // (group * width))
     warps = cdiv(size * group * width, _PAIRS_PER_WARP)
-    wide = "column" if cos.shape[-1] == rotary_dim else "pair"
     first, second = sections or (half, half)
     written = interleaved and not to_halves
-    launch(
-        _rope_kernel, (cdiv(n_tokens, size),), q.device, *args, n_tokens, seq_len,
+    strides = [_strides(s, heads) for s in steps[:4]]
+    strides += [_table_strides(s, table[-3]) for s in steps[4:]]
+    return Launch(
+        _rope_kernel, (cdiv(n_tokens, size),), device, *itertools.chain(*strides), n_tokens, seq_len,
         Q_HEADS=q_heads, K_HEADS=k_heads, HALF=half, DIM=dim, READ_PAIRS=written if backward else interleaved,
         WRITE_PAIRS=interleaved if backward else written, TRAILING=trailing,
-        TABLE="complex" if sin is None else wide, TABLE_PAIRS=interleaved, FIRST=first, SECOND=second,
-        BACKWARD=backward, TOKENS=size, GROUP=group, BLOCK=block, REST=rest,
-        num_warps=min(warps, _env.device_info(q.device).max_warps),
+        TABLE="complex" if is_complex else "column" if table[-1] == rotary_dim else "pair",
+        TABLE_PAIRS=interleaved, FIRST=first, SECOND=second, BACKWARD=backward, TOKENS=size, GROUP=group,
+        BLOCK=block, REST=rest, num_warps=min(warps, _env.device_info(device).max_warps),
     )  # fmt: skip
-    return qy, ky

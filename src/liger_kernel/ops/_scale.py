@@ -6,7 +6,7 @@ from torch import Tensor
 from liger_kernel import _env
 from liger_kernel.ops._device import row_base
 from liger_kernel.ops._op import observed
-from liger_kernel.ops._triton import AVAILABLE, cdiv, launch, tl, triton
+from liger_kernel.ops._triton import AVAILABLE, Launch, cdiv, planned, tl, triton
 
 _BLOCK = 4096
 _PER_SM = 8  # few programs: when factor is 1 each of them reads it and ends
@@ -34,9 +34,13 @@ def scale_(buffer: Tensor, factor: Tensor) -> Tensor:
     fused = AVAILABLE and _env.triton_runs_on(buffer.device.type)
     if not fused or observed() or buffer.dtype == torch.float64:
         return buffer.mul_(factor)
-    n, meta = buffer.numel(), {"BLOCK": _BLOCK, "num_warps": 8}
-    programs = min(cdiv(n, _BLOCK), _PER_SM * _env.device_info(buffer.device).sm_count)
+    _plan(buffer.device, buffer.numel())(buffer, factor)
+    return buffer
+
+
+@planned
+def _plan(device: torch.device, n: int) -> Launch:
+    programs = min(cdiv(n, _BLOCK), _PER_SM * _env.device_info(device).sm_count)
     share = cdiv(cdiv(n, max(programs, 1)), _BLOCK) * _BLOCK  # contiguous, below 2^31
     grid = (cdiv(n, max(share, 1)),)
-    launch(_scale_kernel, grid, buffer.device, buffer, factor, n, share, **meta)
-    return buffer
+    return Launch(_scale_kernel, grid, device, n, share, BLOCK=_BLOCK, num_warps=8)

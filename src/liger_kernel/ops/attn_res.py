@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel import _env
 from liger_kernel.ops._device import exp, row_base
+from liger_kernel.ops._norm_plan import backward_plan, forward_plan, loop_table, pipeline
 from liger_kernel.ops._op import Cost, Op, compute_dtype, dense, first_order, named, require, rows
 from liger_kernel.ops._reduce import sum_partials
+from liger_kernel.ops._schedules import TILE, Table, fits_tile
 from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch, tl, triton
 
 _MAX_BLOCK = 32768  # columns a program holds in registers
@@ -164,14 +165,14 @@ def _backward_kernel(
 # 3 launch
 
 # block of columns -> (tokens, warps, stages) forward; (tokens, warps, programs per SM, stages) backward
-_FORWARD = {
+_FORWARD = Table("attn_res.forward", {**TILE, "stages": (1, 2, 3)}, {
     256: (4, 4, 3), 512: (2, 4, 3), 1024: (1, 4, 3), 2048: (1, 4, 3), 4096: (1, 8, 3),
     8192: (1, 16, 3), 16384: (1, 32, 2), 32768: (1, 32, 1),
-}  # fmt: skip
-_BACKWARD = {
+}, lambda block, rows, warps, stages: fits_tile(block, rows, warps))  # fmt: skip
+_BACKWARD = loop_table("attn_res.backward", {
     256: (4, 4, 6, 3), 512: (2, 4, 6, 3), 1024: (1, 4, 6, 3), 2048: (1, 4, 4, 3), 4096: (1, 8, 2, 3),
     8192: (1, 16, 1, 3), 16384: (1, 32, 1, 2), 32768: (1, 32, 1, 1),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def _stacked_rows(v: Tensor) -> Tensor:
@@ -201,12 +202,13 @@ def attn_res_forward_kernel(
         torch.empty((n_rows, n_blocks), dtype=torch.float32, device=v.device) for _ in range(2)
     )
     block = block_of(n_cols)
-    n, warps, stages = _FORWARD[max(block, 256)]
+    *tile, stages = _FORWARD.entry(block, v)
+    plan = forward_plan(tile, v.device)
+    stages = pipeline(stages, plan["ROWS"] * block * v.element_size(), v.device)
     args = (h, alpha, rstd, v3, v3.stride(0), v3.stride(1), dense(w_query), dense(w_norm))
     launch(
-        _forward_kernel, (cdiv(n_rows, n),), v.device, *args, n_blocks, n_rows, n_cols, eps,
-        ROWS=n, BLOCK=block, BLOCKS=block_of(n_blocks), STAGES=stages,
-        num_warps=min(warps, _env.device_info(v.device).max_warps), **UNFUSED,
+        _forward_kernel, (cdiv(n_rows, plan["ROWS"]),), v.device, *args, n_blocks, n_rows, n_cols, eps,
+        BLOCK=block, BLOCKS=block_of(n_blocks), STAGES=stages, **plan, **UNFUSED,
     )  # fmt: skip
     return h, alpha, rstd
 
@@ -232,10 +234,8 @@ def attn_res_backward_kernel(
     if n_rows == 0:
         return dv, *(torch.zeros_like(w) if need_dw else w.new_empty(0) for w in (w_query, w_norm))
     block = block_of(n_cols)
-    n, warps, per_sm, stages = _BACKWARD[max(block, 256)]
-    info = _env.device_info(v.device)
-    share = cdiv(cdiv(n_rows, info.sm_count * per_sm), n) * n
-    programs = cdiv(n_rows, share)
+    entry = _BACKWARD.entry(block, v)
+    programs, share, plan = backward_plan(entry, n_rows, block * v.element_size(), v.device)
     dwq, dwn = (
         v.new_empty((programs, n_cols) if need_dw else 0, dtype=torch.float32) for _ in range(2)
     )
@@ -243,8 +243,7 @@ def attn_res_backward_kernel(
     launch(
         _backward_kernel, (programs,), v.device, dv, dwq, dwn, *operands, dense(w_query), dense(w_norm),
         alpha, rstd, n_blocks, n_rows, n_cols, share,
-        NEED_DV=need_dv, NEED_DW=need_dw, ROWS=n, BLOCK=block, BLOCKS=block_of(n_blocks), STAGES=stages,
-        num_warps=min(warps, info.max_warps), **UNFUSED,
+        NEED_DV=need_dv, NEED_DW=need_dw, BLOCK=block, BLOCKS=block_of(n_blocks), **plan, **UNFUSED,
     )  # fmt: skip
     if not need_dw:
         return dv, w_query.new_empty(0), w_norm.new_empty(0)

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._ce_batch import Outputs, denominators, reduced, run
+from liger_kernel.ops._ce_batch import Outputs, factors, reduced, run
 from liger_kernel.ops._labels import check_labels
 from liger_kernel.ops._op import (
     Cost,
     Op,
     choice,
     compute_dtype,
+    direct,
     first_order,
     is_dtensor,
     require,
@@ -114,7 +115,7 @@ def _forward(
 ) -> Outputs:  # fmt: skip
     early = reduction != "none" and logits.dtype != torch.float16
     dtype = compute_dtype(logits)
-    scales = denominators(target, weight, options[0], reduction, logits.shape[1], dtype)
+    scales = factors(fused, target, weight, options[0], reduction, logits.shape[1], dtype)
     stats, gradient = run(
         fused, logits, target, weight, scales, None, want_argmax, early, inplace, *options
     )
@@ -127,7 +128,7 @@ def _forward(
         ctx.gradient = gradient
         kept = None if early and inplace else logits
         ctx.save_for_backward(kept, target, weight, scales)
-    found = reduced(stats, logits, target, reduction, want_z, want_argmax, options[0])
+    found = reduced(fused, stats, logits, target, reduction, want_z, want_argmax, options[0])
     ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
     ctx.set_materialize_grads(False)
     return found
@@ -175,6 +176,9 @@ class _CrossEntropy(torch.autograd.Function):
         return _only_logits(None if dloss is None else _gradient(ctx, dloss))
 
 
+_apply = direct(_CrossEntropy.apply)
+
+
 class _CrossEntropyTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Outputs:
@@ -194,13 +198,13 @@ class _CrossEntropyTorch(torch.autograd.Function):
 
 def _call(fused: bool, logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any) -> Any:
     if torch.is_grad_enabled() and logits.requires_grad:
-        function = _CrossEntropy if fused else _CrossEntropyTorch
-        return function.apply(fused, logits, target, weight, *args)
+        function = _apply if fused else _CrossEntropyTorch.apply
+        return function(fused, logits, target, weight, *args)
     reduction, want_z, want_argmax, _, *options = args
     dtype = compute_dtype(logits)
-    scales = denominators(target, weight, options[0], reduction, logits.shape[1], dtype)
+    scales = factors(fused, target, weight, options[0], reduction, logits.shape[1], dtype)
     stats, _ = run(fused, logits, target, weight, scales, None, want_argmax, False, False, *options)
-    return reduced(stats, logits, target, reduction, want_z, want_argmax, options[0])
+    return reduced(fused, stats, logits, target, reduction, want_z, want_argmax, options[0])
 
 
 def _by_definition(
@@ -294,8 +298,11 @@ def cross_entropy(
     check_options("cross_entropy", n_classes, weight, label_smoothing, reduction, softcap)
     check_labels("cross_entropy", target, n_classes, ignore_index)
     want_argmax = return_token_accuracy or return_predicted_tokens
+    # A view of what already has the right shape would be one more node in the graph.
+    logits = input if input.dim() == 2 else input.reshape(target.numel(), n_classes)
+    labels = target if target.dim() == 1 else target.reshape(-1)
     loss, z, accuracy, predicted = OP(
-        input.reshape(target.numel(), n_classes), target.reshape(-1), weight, reduction,
+        logits, labels, weight, reduction,
         return_z_loss, want_argmax, inplace, ignore_index, label_smoothing, lse_square_scale,
         softcap, impl=impl,
     )  # fmt: skip
@@ -318,34 +325,29 @@ def check_options(
 ) -> None:  # fmt: skip
     """ValueError for what no cross entropy over `n_classes` can take."""
     choice(op, "reduction", reduction, REDUCTIONS)
-    require(n_classes > 0, f"{op}: there must be at least one class; got none.")
-    require(
-        0.0 <= label_smoothing <= 1.0,
-        f"{op}: label_smoothing must lie in [0, 1]; got {label_smoothing}.",
-    )
-    require(
-        softcap is None or softcap > 0.0,
-        f"{op}: softcap must be positive, or None for none; got {softcap}.",
-    )
-    if weight is not None:
-        require(
-            weight.shape == (n_classes,) and weight.is_floating_point(),
+    if n_classes <= 0:
+        raise ValueError(f"{op}: there must be at least one class; got none.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing must lie in [0, 1]; got {label_smoothing}.")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"{op}: softcap must be positive, or None for none; got {softcap}.")
+    if weight is not None and (weight.shape != (n_classes,) or not weight.is_floating_point()):
+        raise ValueError(
             f"{op}: class weights must hold one float for each of the {n_classes} classes; got "
-            f"{list(weight.shape)} of {weight.dtype}.",
+            f"{list(weight.shape)} of {weight.dtype}."
         )
 
 
 def _check_tensors(input: Tensor, target: Tensor, inplace: bool) -> None:
-    require(
-        input.is_floating_point() and input.dim() >= 1,
-        f"cross_entropy: input must hold float logits [*, V]; got {list(input.shape)} of "
-        f"{input.dtype}.",
-    )
-    require(
-        target.shape == input.shape[:-1],
-        "cross_entropy: target must have input's shape without its last dimension, "
-        f"{list(input.shape[:-1])}; got {list(target.shape)}.",
-    )
+    if not input.is_floating_point() or input.dim() == 0:
+        raise ValueError(
+            f"cross_entropy: input must hold float logits [*, V]; got {list(input.shape)} of {input.dtype}."
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            "cross_entropy: target must have input's shape without its last dimension, "
+            f"{list(input.shape[:-1])}; got {list(target.shape)}."
+        )
     require(
         not (inplace and input.is_leaf and input.requires_grad and torch.is_grad_enabled()),
         "cross_entropy: a leaf that requires grad cannot be overwritten. Use inplace=False.",

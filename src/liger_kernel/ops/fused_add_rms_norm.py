@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import rms_norm as _rms_norm
-from liger_kernel.ops._op import Cost, Op, choice, first_order, named, require, rows
+from liger_kernel.ops._norm_plan import forward_table, loop_table
+from liger_kernel.ops._op import Cost, Op, choice, first_order, like, named
 from liger_kernel.ops._triton import block_of
 
 # 1 reference
@@ -39,14 +40,14 @@ def reference(
 
 # block of columns -> (rows, warps) forward; (rows, warps, programs per SM, stages) backward.
 # Compiled for sm_90, next to no spills up to 8192 columns; programs per SM are what the registers allow. Not measured.
-_FORWARD = {
+_FORWARD = forward_table("fused_add_rms_norm.forward", {
     256: (16, 4), 512: (8, 4), 1024: (2, 2), 2048: (1, 4), 4096: (1, 8),
     8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
-}  # fmt: skip
-_BACKWARD = {
+})  # fmt: skip
+_BACKWARD = loop_table("fused_add_rms_norm.backward", {
     256: (16, 4, 4, 2), 512: (8, 4, 4, 2), 1024: (2, 4, 6, 1), 2048: (2, 4, 2, 3), 4096: (2, 8, 1, 3),
     8192: (1, 8, 1, 3), 16384: (1, 32, 1, 1), 32768: (1, 32, 1, 1),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def _fake_forward(x, residual, weight, eps, offset, casting_mode):
@@ -64,12 +65,10 @@ def fused_add_rms_norm_forward_kernel(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> Any:
     """-> y, s (both contiguous), rstd [R] fp32."""
-    x2 = rows(x)
-    y = torch.empty(x.shape, dtype=_rms_norm.out_dtype(x, weight, casting_mode), device=x.device)
-    s = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(x2.shape[0], dtype=torch.float32, device=x.device)
+    y, s = like(x, _rms_norm.out_dtype(x, weight, casting_mode)), like(x)
+    rstd = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
     options = (eps, offset, casting_mode, _FORWARD)
-    _rms_norm.run_forward(y, rstd, x2, weight, *options, residual=rows(residual), s=s)
+    _rms_norm.run_forward(y, rstd, x, weight, *options, residual=residual, s=s)
     return y, s, rstd
 
 
@@ -167,10 +166,10 @@ def fused_add_rms_norm(
     """
     mode = _rms_norm.casting_name(casting_mode)
     choice("fused_add_rms_norm", "casting_mode", mode, _rms_norm.CASTING_MODES)
-    require(
-        residual.shape == x.shape,
-        f"fused_add_rms_norm: the residual must have the shape of x {list(x.shape)}; got {list(residual.shape)}.",
-    )
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"fused_add_rms_norm: the residual must have the shape of x {list(x.shape)}; got {list(residual.shape)}."
+        )
     _rms_norm.check_weight("fused_add_rms_norm", x, weight)
     return OP(x, residual, weight, eps, offset, mode, impl=impl)
 
@@ -193,7 +192,7 @@ def fused_add_rms_norm_forward(
     mode = _rms_norm.casting_name(casting_mode)
     y, s, rstd = fused_add_rms_norm_forward_kernel(X, R, W, eps, offset, mode)
     block = block_of(X.shape[-1])
-    return y, s, rstd, block, _FORWARD.get(block, (1, 4))[1], 1, mode
+    return y, s, rstd, block, _FORWARD.entry(block, X)[1], 1, mode
 
 
 def fused_add_rms_norm_backward(

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import _gated_norm_kernels as kernels
-from liger_kernel.ops._norm_plan import backward_plan, forward_plan
+from liger_kernel.ops._norm_plan import backward_plan, forward_plan, forward_table, loop_table
 from liger_kernel.ops._op import (
     Cost,
     Op,
@@ -71,14 +71,15 @@ def reference(
 
 # block of columns -> (rows, warps) forward; (rows, warps, programs per SM, stages) backward.
 # Compiled for sm_90, next to no spills up to 8192 columns; programs per SM are what the registers allow. Not measured.
-_FORWARD = {
+_FORWARD = forward_table("gated_rms_norm.forward", {
     128: (16, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4), 4096: (1, 8),
     8192: (1, 16), 16384: (1, 32),
-}  # fmt: skip
-_BACKWARD = {
+})  # fmt: skip
+_BACKWARD = loop_table("gated_rms_norm.backward", {
     128: (16, 4, 4, 2), 256: (8, 4, 4, 2), 512: (4, 4, 4, 2), 1024: (1, 4, 5, 3), 2048: (1, 8, 3, 3),
     4096: (1, 16, 1, 3), 8192: (1, 32, 1, 3), 16384: (1, 32, 1, 1),
-}  # fmt: skip
+})  # fmt: skip
+_WIDEST = _FORWARD.widest
 
 
 def _fake_forward(x, gate, weight, eps, norm_before_gate, group_size, activation, casting_mode):
@@ -102,7 +103,7 @@ def gated_rms_norm_forward_kernel(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(groups * n_rows, dtype=torch.float32, device=x.device)
     operands = (x2, x2.stride(0), z2, z2.stride(0), dense(weight), rstd)
-    plan = forward_plan(_FORWARD[max(block, 128)], x.device)
+    plan = forward_plan(_FORWARD.entry(block, x), x.device)
     launch(
         kernels.forward_kernel, (cdiv(n_rows, plan["ROWS"]), groups), x.device, y, *operands, n_rows, n_cols,
         group_size, eps, **_flags(x, weight, norm_before_gate, activation, casting_mode), BLOCK=block, **plan,
@@ -136,7 +137,7 @@ def gated_rms_norm_backward_kernel(
         return dx, dz, torch.zeros_like(weight) if need_dw else weight.new_empty(0)
     operands = (dy2, dy2.stride(0), x2, x2.stride(0), z2, z2.stride(0), dense(weight), rstd)
     row_bytes = block * (dy.element_size() + x.element_size() + gate.element_size())
-    entry = _BACKWARD[max(block, 128)]
+    entry = _BACKWARD.entry(block, x)
     programs, share, plan = backward_plan(entry, n_rows, row_bytes, x.device, groups)
     partials = x.new_empty((programs, n_cols) if need_dw else 0, dtype=torch.float32)
     needs = {"NEED_DX": need_dx, "NEED_DZ": need_dz, "NEED_DW": need_dw}
@@ -192,8 +193,8 @@ def supports(
     """Every layout; groups of up to 16,384 columns, 65,535 of them."""
     if group_size == 0:
         return "rows have no columns"
-    if group_size > max(_FORWARD):
-        return f"a group has {group_size} columns, more than a program holds ({max(_FORWARD)})"
+    if group_size > _WIDEST:
+        return f"a group has {group_size} columns, more than a program holds ({_WIDEST})"
     groups = x.shape[-1] // group_size
     return f"{groups} groups, more than {_MAX_GROUPS}" if groups > _MAX_GROUPS else None
 

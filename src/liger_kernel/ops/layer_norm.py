@@ -28,6 +28,8 @@ from liger_kernel.ops._norm_plan import (
     backward_plan,
     column_plan,
     forward_plan,
+    forward_table,
+    loop_table,
 )
 from liger_kernel.ops._op import (
     Cost,
@@ -35,11 +37,13 @@ from liger_kernel.ops._op import (
     compute_dtype,
     dense,
     first_order,
+    like,
     named,
-    rows,
+    spaced,
 )
 from liger_kernel.ops._reduce import sum_two_partials
-from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch
+from liger_kernel.ops._schedules import card_of
+from liger_kernel.ops._triton import UNFUSED, Launch, block_of, cdiv, planned
 from liger_kernel.ops.rms_norm import check_weight
 
 _SUMS_BLOCK = 1024
@@ -61,14 +65,14 @@ def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float 
 
 # block of columns -> (rows, warps) forward; (rows, warps, programs per SM, stages) backward.
 # Compiled for sm_90, next to no spills up to 8192 columns; programs per SM are what the registers allow. Not measured.
-_FORWARD = {
+_FORWARD = forward_table("layer_norm.forward", {
     256: (16, 4), 512: (8, 4), 1024: (2, 2), 2048: (1, 4), 4096: (1, 8),
     8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
-}  # fmt: skip
-_BACKWARD = {
+})  # fmt: skip
+_BACKWARD = loop_table("layer_norm.backward", {
     256: (16, 4, 4, 2), 512: (8, 4, 3, 2), 1024: (2, 4, 5, 1), 2048: (2, 4, 2, 3), 4096: (2, 8, 1, 3),
     8192: (1, 8, 1, 3), 16384: (1, 32, 1, 1),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def _fake_forward(x, weight, bias, eps):
@@ -84,22 +88,31 @@ def layer_norm_forward_kernel(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Any:
     """-> y like x (contiguous), mean and rstd [R] fp32."""
-    x2 = rows(x)
-    n_rows, n_cols = x2.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-    w, b = (None if t is None else dense(t) for t in (weight, bias))
-    args = (y, x2, x2.stride(0), w, b, mean, rstd, n_rows, n_cols, eps)
-    block = block_of(n_cols)
+    n_rows, n_cols, y = x.shape[:-1].numel(), x.shape[-1], like(x)
+    mean = x.new_empty(n_rows, dtype=torch.float32)
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
+    w, b = _dense(weight), _dense(bias)
+    x, step = spaced(x)
+    run = _forward(x.device, x.element_size(), n_rows, n_cols, step, eps)
+    run(y, x, w, b, mean, rstd)
+    return y, mean, rstd
+
+
+def _dense(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else dense(vector)
+
+
+@planned
+def _forward(
+    device: torch.device, itemsize: int, n_rows: int, n_cols: int, step: int, eps: float
+) -> Launch:
+    block, numbers = block_of(n_cols), (step, n_rows, n_cols, eps)
     if block > MAX_BLOCK:
         meta = {"BLOCK": WIDE_BLOCK, "num_warps": 16}
-        launch(kernels.forward_wide_kernel, (n_rows,), x.device, *args, **meta)
-        return y, mean, rstd
-    plan = forward_plan(_FORWARD[max(block, 256)], x.device)
-    grid = (cdiv(n_rows, plan["ROWS"]),)
-    launch(kernels.forward_kernel, grid, x.device, *args, BLOCK=block, **plan)
-    return y, mean, rstd
+        return Launch(kernels.forward_wide_kernel, (n_rows,), device, *numbers, **meta)
+    entry = _FORWARD.choose(block, itemsize, card_of(device))
+    meta = {"BLOCK": block, **forward_plan(entry, device)}
+    return Launch(kernels.forward_kernel, (cdiv(n_rows, meta["ROWS"]),), device, *numbers, **meta)
 
 
 def _fake_backward(dy, x, weight, bias, mean, rstd, need_dx, need_dw, need_db):
@@ -118,53 +131,50 @@ def layer_norm_backward_kernel(
     need_dx: bool, need_dw: bool, need_db: bool,
 ) -> Any:  # fmt: skip
     """-> dx like x, dw like weight, db like bias; an output that is not needed is empty."""
-    dy2, x2 = rows(dy), rows(x)
-    n_rows, n_cols = x2.shape
-    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
+    n_rows, n_cols, device = mean.shape[0], x.shape[-1], x.device
+    dx = like(x) if need_dx else x.new_empty(0)
     wanted = (
         None if weight is None or not need_dw else weight.dtype,
         None if bias is None or not need_db else bias.dtype,
     )
     if n_rows == 0:
         return dx, *(x.new_zeros(0 if d is None else n_cols, dtype=d) for d in wanted)
-    w = None if weight is None else dense(weight)
-    operands, statistics = (dy2, dy2.stride(0), x2, x2.stride(0)), (mean, rstd)
-    block = block_of(n_cols)
-    if block > max(_BACKWARD):
-        if need_dx:
-            args = (dx, *operands, w, *statistics, n_cols)
-            meta = {"BLOCK": WIDE_BLOCK, "num_warps": 16}
-            launch(kernels.dx_wide_kernel, (n_rows,), x.device, *args, **meta, **UNFUSED)
-        return dx, *_sums_wide(operands, statistics, wanted)
-    row_bytes = block * (dy.element_size() + x.element_size())
-    entry = _BACKWARD[max(block, 256)]
-    programs, share, plan = backward_plan(entry, n_rows, row_bytes, x.device)
-    partials, needs = _partials(x2, programs, wanted)
-    args = (dx, partials, *operands, w, *statistics, n_rows, n_cols, share)
-    meta = {"NEED_DX": need_dx, **needs, "BLOCK": block, **plan}
-    launch(kernels.backward_kernel, (programs,), x.device, *args, **meta, **UNFUSED)
+    sizes = (x.element_size(), dy.element_size(), n_rows, n_cols)
+    dy, dy_step = spaced(dy)
+    x, x_step = spaced(x)
+    steps, needs = (dy_step, x_step), (wanted[0] is not None, wanted[1] is not None)
+    programs, run, run_sums = _backward(device, *sizes, steps, need_dx, *needs)
+    partials = x.new_empty((sum(needs), programs, n_cols), dtype=torch.float32)
+    if run_sums is None:
+        run(dx, partials, dy, x, _dense(weight), mean, rstd)
+    else:
+        run(dx, dy, x, _dense(weight), mean, rstd)
+        run_sums(partials, dy, x, mean, rstd)
     return dx, *sum_two_partials(partials, *wanted)
 
 
-_Wanted = tuple[torch.dtype | None, torch.dtype | None]  # dtypes of dw and db, None if not needed
-
-
-def _sums_wide(operands: Any, statistics: Any, wanted: _Wanted) -> tuple[Tensor, Tensor]:
-    x = operands[2]
-    n_rows, n_cols = x.shape
-    columns, parts, share = column_plan(n_rows, n_cols, _SUMS_BLOCK, x.device)
-    partials, needs = _partials(x, parts, wanted)
-    if partials.shape[0]:
-        args = (partials, *operands, *statistics, n_rows, n_cols, share)
-        meta = {**needs, "BLOCK": _SUMS_BLOCK}
-        launch(kernels.sums_wide_kernel, (columns, parts), x.device, *args, **meta)
-    return sum_two_partials(partials, *wanted)
-
-
-def _partials(x: Tensor, programs: int, wanted: _Wanted) -> tuple[Tensor, dict[str, bool]]:
-    """Memory for the partial sums, and the flags that say which are needed."""
-    needs = {"NEED_DW": wanted[0] is not None, "NEED_DB": wanted[1] is not None}
-    return x.new_empty((sum(needs.values()), programs, x.shape[1]), dtype=torch.float32), needs
+@planned
+def _backward(
+    device: torch.device, x_itemsize: int, dy_itemsize: int, n_rows: int, n_cols: int,
+    steps: tuple[int, int], need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[int, Launch, Launch | None]:  # fmt: skip
+    """Rows of partial sums and what makes dx and them; where rows are too wide for one kernel, what makes either."""
+    block, needs = block_of(n_cols), {"NEED_DW": need_dw, "NEED_DB": need_db}
+    if block <= _BACKWARD.widest:
+        entry = _BACKWARD.choose(block, x_itemsize, card_of(device))
+        row_bytes = block * (x_itemsize + dy_itemsize)
+        programs, share, plan = backward_plan(entry, n_rows, row_bytes, device)
+        numbers, meta = (*steps, n_rows, n_cols, share), {"NEED_DX": need_dx, **needs, **UNFUSED}
+        meta |= {"BLOCK": block, **plan}
+        run = Launch(kernels.backward_kernel, (programs,), device, *numbers, **meta)
+        return programs, run, None
+    meta = {"BLOCK": WIDE_BLOCK, "num_warps": 16, **UNFUSED}
+    grid = (n_rows if need_dx else 0,)
+    run = Launch(kernels.dx_wide_kernel, grid, device, *steps, n_cols, **meta)
+    columns, parts, share = column_plan(n_rows, n_cols, _SUMS_BLOCK, device)
+    numbers, meta = (*steps, n_rows, n_cols, share), {**needs, "BLOCK": _SUMS_BLOCK}
+    grid = (columns, parts if need_dw or need_db else 0)
+    return parts, run, Launch(kernels.sums_wide_kernel, grid, device, *numbers, **meta)
 
 
 # 3 op
@@ -245,7 +255,7 @@ def layer_norm_forward(
     """-> Y, X, Mean, RSTD, block, warps, by the kernel and outside autograd."""
     y, mean, rstd = layer_norm_forward_kernel(X, W, B, eps)
     block = block_of(X.shape[-1])
-    return y, X, mean, rstd, block, _FORWARD.get(block, (1, 4))[1]
+    return y, X, mean, rstd, block, _FORWARD.entry(block, X)[1]
 
 
 def layer_norm_backward(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from liger_kernel.ops import swiglu
 from liger_kernel.ops._device import logistic
-from liger_kernel.ops._elementwise import at, launch_tiles, tile
+from liger_kernel.ops._elementwise import at, tile, tiled
 from liger_kernel.ops._gated import gated_forward, halves
 from liger_kernel.ops._op import Cost, Op, first_order, named, require, rows
 from liger_kernel.ops._triton import tl, triton
@@ -48,7 +48,7 @@ def reference(
 
 @triton.jit
 def _backward_kernel(
-    DG, sDG_row, DU, sDU_row, A, sA_row, DA, sDA_row, G, sG_row, U, sU_row, n_rows, n_cols, scale, down,
+    DG, DU, A, DA, G, U, sDG_row, sDU_row, sA_row, sDA_row, sG_row, sU_row, n_rows, n_cols, scale, down,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)
@@ -66,6 +66,8 @@ def _backward_kernel(
 
 
 # 3 launch
+
+_backward = tiled(_backward_kernel)
 
 
 def _fake_forward(
@@ -117,8 +119,7 @@ def mlp_backward_kernel(
     empty = [x.new_empty(0) for _ in range(3)]
     da = torch.mm(dy2, wd)
     dgate_up, a = torch.empty_like(gate_up), torch.empty_like(da)
-    operands = [*halves(dgate_up), a, da, *halves(gate_up)]
-    launch_tiles(_backward_kernel, operands, (scale, down))
+    _backward((*halves(dgate_up), a, da, *halves(gate_up)), (scale, down))
     dgate, dup = halves(dgate_up)
     dx = torch.mm(dgate, wg).addmm_(dup, wu).view(x.shape) if need_dx else empty[0]
     dw = torch.mm(dgate_up.t(), x2) if need_dgate_up else empty[1]

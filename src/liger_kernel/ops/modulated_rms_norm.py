@@ -27,7 +27,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _modulated_norm_kernels as kernels
 from liger_kernel.ops import rms_norm as _rms_norm
-from liger_kernel.ops._norm_plan import backward_plan
+from liger_kernel.ops._norm_plan import backward_plan, loop_table
 from liger_kernel.ops._op import Cost, Op, choice, dense, first_order, named, require, rows
 from liger_kernel.ops._reduce import sum_partials, sum_two_partials
 from liger_kernel.ops._triton import block_of, cdiv, launch
@@ -60,14 +60,15 @@ def _blocks(x: Tensor, scale: Tensor) -> tuple[int, int]:
 
 # block of columns -> (rows, warps, programs per SM, stages), forward and backward.
 # Compiled for sm_90, next to no spills up to 8192 columns; programs per SM are what the registers allow. Not measured.
-_FORWARD = {
+_FORWARD = loop_table("modulated_rms_norm.forward", {
     256: (16, 4, 5, 2), 512: (8, 4, 4, 2), 1024: (4, 4, 5, 2), 2048: (2, 4, 4, 3), 4096: (2, 8, 2, 3),
     8192: (1, 16, 1, 3), 16384: (1, 32, 1, 2),
-}  # fmt: skip
-_BACKWARD = {
+})  # fmt: skip
+_BACKWARD = loop_table("modulated_rms_norm.backward", {
     256: (8, 4, 4, 3), 512: (4, 4, 4, 3), 1024: (2, 4, 4, 3), 2048: (2, 8, 2, 3), 4096: (1, 16, 1, 3),
     8192: (1, 16, 1, 3), 16384: (1, 32, 1, 1),
-}  # fmt: skip
+})  # fmt: skip
+_WIDEST = _FORWARD.widest
 
 
 def _plan(table: Any, x: Tensor, scale: Tensor, loaded: int) -> tuple[tuple[int, ...], int, Any]:
@@ -80,7 +81,7 @@ def _plan(table: Any, x: Tensor, scale: Tensor, loaded: int) -> tuple[tuple[int,
     count = 1 if each else scale.shape[0]
     per = n_rows // count
     block = block_of(n_cols)
-    _, share, plan = backward_plan(table[max(block, 256)], n_rows, block * loaded, x.device)
+    _, share, plan = backward_plan(table.entry(block, x), n_rows, block * loaded, x.device)
     parts, blocks = cdiv(per, share), max(share // per, 1)
     sizes = (n_cols, count, per, blocks, parts, min(share, per))
     return sizes, cdiv(count, blocks) * parts, {"EACH": each, "BLOCK": block, **plan}
@@ -223,10 +224,9 @@ def supports(x: Tensor, weight: Tensor | None, scale: Tensor, *_: Any) -> str | 
     width = x.shape[-1]
     if width == 0:
         return "rows have no columns"
-    widest = max(_FORWARD)
     return (
-        f"rows have {width} columns, more than a program holds ({widest})"
-        if width > widest
+        f"rows have {width} columns, more than a program holds ({_WIDEST})"
+        if width > _WIDEST
         else None
     )
 
@@ -311,7 +311,7 @@ def modulated_rms_norm_forward(
     mode = _rms_norm.casting_name(casting_mode)
     y, rstd = modulated_rms_norm_forward_kernel(X, W, scale, shift, eps, offset, mode)
     block = block_of(X.shape[-1])
-    return y, X, rstd, block, _FORWARD[max(block, 256)][1], _blocks(X, scale)[1], mode
+    return y, X, rstd, block, _FORWARD.entry(block, X)[1], _blocks(X, scale)[1], mode
 
 
 def modulated_rms_norm_backward(

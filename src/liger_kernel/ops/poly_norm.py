@@ -23,7 +23,14 @@ from torch import Tensor
 
 from liger_kernel import _env
 from liger_kernel.ops import _poly_norm_kernels as kernels
-from liger_kernel.ops._norm_plan import MAX_BLOCK, WIDE_BLOCK, backward_plan, forward_plan
+from liger_kernel.ops._norm_plan import (
+    MAX_BLOCK,
+    WIDE_BLOCK,
+    backward_plan,
+    forward_plan,
+    forward_table,
+    loop_table,
+)
 from liger_kernel.ops._op import Cost, Op, compute_dtype, dense, first_order, named, require, rows
 from liger_kernel.ops._reduce import sum_partials
 from liger_kernel.ops._triton import block_of, cdiv, launch
@@ -46,15 +53,15 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Ten
 # 2 launch
 
 # block of columns -> (rows, warps) forward; (rows, warps, programs per SM, stages) backward
-_FORWARD = {
+_FORWARD = forward_table("poly_norm.forward", {
     256: (16, 4), 512: (8, 4), 1024: (2, 2), 2048: (1, 4), 4096: (1, 8),
     8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
-}  # fmt: skip
-_BACKWARD = {
+})  # fmt: skip
+_BACKWARD = loop_table("poly_norm.backward", {
     256: (8, 4, 4, 2), 512: (4, 4, 4, 2), 1024: (2, 4, 4, 2), 2048: (1, 4, 4, 3), 4096: (1, 8, 3, 3),
     8192: (1, 16, 1, 3), 16384: (1, 32, 1, 2),
-}  # fmt: skip
-_MAX_BACKWARD, _WIDE_WARPS = 16384, 16
+})  # fmt: skip
+_WIDE_WARPS = 16
 
 
 def _fake_forward(x, weight, bias, eps):
@@ -74,7 +81,7 @@ def poly_norm_forward_kernel(x: Tensor, weight: Tensor, bias: Tensor, eps: float
         meta = {"BLOCK": WIDE_BLOCK, "num_warps": _WIDE_WARPS}
         launch(kernels.forward_wide_kernel, (n_rows,), x.device, *args, n_cols, eps, **meta)
         return y, rstd
-    meta = forward_plan(_FORWARD[max(block, 256)], x.device)
+    meta = forward_plan(_FORWARD.entry(block, x), x.device)
     grid = (cdiv(n_rows, meta["ROWS"]),)
     launch(kernels.forward_kernel, grid, x.device, *args, n_rows, n_cols, eps, BLOCK=block, **meta)
     return y, rstd
@@ -103,13 +110,13 @@ def poly_norm_backward_kernel(
         return dx, x.new_zeros(4 if need_params else 0, dtype=dtype)
     operands = (dy2, dy2.stride(0), x2, x2.stride(0), dense(weight), bias, rstd, n_rows, n_cols)
     flags, block = {"NEED_DX": need_dx, "NEED_P": need_params}, block_of(n_cols)
-    if block > _MAX_BACKWARD:
+    if block > _BACKWARD.widest:
         programs = min(n_rows, 2 * _env.device_info(x.device).sm_count)
         kernel, scalars = kernels.backward_wide_kernel, ()
         meta = {"BLOCK": WIDE_BLOCK, "num_warps": _WIDE_WARPS}
     else:
         row_bytes = block * (x.element_size() + dy.element_size())
-        entry = _BACKWARD[max(block, 256)]
+        entry = _BACKWARD.entry(block, x)
         programs, share, meta = backward_plan(entry, n_rows, row_bytes, x.device)
         kernel, scalars = kernels.backward_kernel, (share,)
         meta["BLOCK"] = block
@@ -207,7 +214,7 @@ def poly_norm_forward(
     """-> Y, X, W, RSTD [R, 3], block, warps, by the kernel and outside autograd."""
     y, rstd = poly_norm_forward_kernel(X, W, B, eps)
     block = block_of(X.shape[-1])
-    return y, X, W, rstd, block, _FORWARD.get(block, (1, 4))[1]
+    return y, X, W, rstd, block, _FORWARD.entry(block, X)[1]
 
 
 def poly_norm_backward(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._elementwise import at, launch_tiles, matrices, tile
-from liger_kernel.ops._op import Cost, Op, first_order, named
+from liger_kernel.ops._elementwise import at, tile, tiled
+from liger_kernel.ops._op import Cost, Op, first_order, like, named
 from liger_kernel.ops._triton import tl, triton
 
 # 1 reference
@@ -30,7 +30,7 @@ def reference(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _forward_kernel(Y, sY_row, X, sX_row, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _forward_kernel(Y, X, sY_row, sX_row, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)  # type: ignore[misc]
     x = tl.load(at(X, row, sX_row, start, cols), mask=mask, other=0.0).to(tl.float32)
     r = tl.where(x <= 0.0, 0.0, x)
@@ -39,7 +39,7 @@ def _forward_kernel(Y, sY_row, X, sX_row, n_rows, n_cols, ROWS: tl.constexpr, BL
 
 @triton.jit
 def _backward_kernel(
-    DX, sDX_row, DY, sDY_row, X, sX_row, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    DX, DY, X, sDX_row, sDY_row, sX_row, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)  # type: ignore[misc]
     dy = tl.load(at(DY, row, sDY_row, start, cols), mask=mask, other=0.0).to(tl.float32)
@@ -50,6 +50,8 @@ def _backward_kernel(
 
 # 3 launch
 
+_forward, _backward = tiled(_forward_kernel), tiled(_backward_kernel)
+
 
 def _fake_forward(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
@@ -58,9 +60,8 @@ def _fake_forward(x: Tensor) -> Tensor:
 @named("(Tensor x) -> Tensor", _fake_forward)
 def relu_squared_forward_kernel(x: Tensor) -> Tensor:
     """-> y like x, contiguous."""
-    (x2,) = matrices(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_tiles(_forward_kernel, [y.view(x2.shape), x2])
+    y = like(x)
+    _forward((y, x))
     return y
 
 
@@ -71,9 +72,8 @@ def _fake_backward(dy: Tensor, x: Tensor) -> Tensor:
 @named("(Tensor dy, Tensor x) -> Tensor", _fake_backward)
 def relu_squared_backward_kernel(dy: Tensor, x: Tensor) -> Tensor:
     """-> dx like x, contiguous."""
-    dy2, x2 = matrices(dy, x)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_tiles(_backward_kernel, [dx.view(x2.shape), dy2, x2])
+    dx = like(x)
+    _backward((dx, dy, x))
     return dx
 
 

@@ -29,6 +29,8 @@ from liger_kernel.ops._norm_plan import (
     backward_plan,
     column_plan,
     forward_plan,
+    forward_table,
+    loop_table,
 )
 from liger_kernel.ops._op import (
     Cost,
@@ -37,12 +39,13 @@ from liger_kernel.ops._op import (
     compute_dtype,
     dense,
     first_order,
+    like,
     named,
-    require,
-    rows,
+    spaced,
 )
 from liger_kernel.ops._reduce import sum_partials
-from liger_kernel.ops._triton import block_of, cdiv, launch
+from liger_kernel.ops._schedules import Table, card_of
+from liger_kernel.ops._triton import Launch, block_of, cdiv, launch, planned
 
 CASTING_MODES = ("llama", "gemma", "none", "t5")
 _CASTING_CODES = {-1: "none", 0: "llama", 1: "gemma"}
@@ -75,14 +78,14 @@ def reference(
 
 # block of columns -> (rows, warps) forward; (rows, warps, programs per SM, stages) backward.
 # Measured on H200, see NOTES.md.
-_FORWARD = {
+_FORWARD = forward_table("rms_norm.forward", {
     256: (16, 4), 512: (8, 4), 1024: (2, 2), 2048: (1, 4), 4096: (1, 8),
     8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
-}  # fmt: skip
-_BACKWARD = {
+})  # fmt: skip
+_BACKWARD = loop_table("rms_norm.backward", {
     256: (16, 4, 8, 2), 512: (8, 4, 8, 2), 1024: (2, 4, 6, 1), 2048: (2, 4, 2, 3), 4096: (2, 8, 1, 3),
     8192: (1, 8, 1, 3), 16384: (1, 32, 2, 1), 32768: (1, 32, 1, 1),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def out_dtype(x: Tensor, weight: Tensor | None, casting_mode: str) -> torch.dtype:
@@ -103,30 +106,44 @@ def rms_norm_forward_kernel(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> Any:
     """-> y like x (contiguous), rstd [R] fp32."""
-    x2 = rows(x)
-    y = torch.empty(x.shape, dtype=out_dtype(x, weight, casting_mode), device=x.device)
-    rstd = torch.empty(x2.shape[0], dtype=torch.float32, device=x.device)
-    run_forward(y, rstd, x2, weight, eps, offset, casting_mode, _FORWARD)
+    y = like(x, out_dtype(x, weight, casting_mode))
+    rstd = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+    run_forward(y, rstd, x, weight, eps, offset, casting_mode, _FORWARD)
     return y, rstd
 
 
 def run_forward(
     y: Tensor, rstd: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str,
-    table: dict[int, tuple[int, int]], residual: Tensor | None = None, s: Tensor | None = None,
+    table: Table, residual: Tensor | None = None, s: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """y = norm(x), or s = x + residual and y = norm(s); x and residual `[R, D]`, adjacent columns."""
-    n_rows, n_cols = x.shape
-    w, flags = _weight_flags(x, weight, offset, casting_mode)
-    added = (s, residual, None if residual is None else residual.stride(0))
-    args = (y, x, x.stride(0), *added, w, rstd, n_rows, n_cols, eps, offset)
-    block = block_of(n_cols)
+    """y = norm(x), or s = x + residual and y = norm(s). Operands of any layout."""
+    n_rows, n_cols, device = rstd.shape[0], x.shape[-1], x.device
+    x, x_step = spaced(x)
+    residual, r_step = (None, None) if residual is None else spaced(residual)
+    sizes = (x.element_size(), n_rows, n_cols, x_step, r_step)
+    run = _forward(device, table, *sizes, eps, offset, casting_mode)
+    run(y, x, s, residual, weight if weight is None else dense(weight), rstd)
+
+
+@planned
+def _forward(
+    device: torch.device, table: Table, itemsize: int, n_rows: int, n_cols: int, x_step: int, r_step: int | None,
+    eps: float, offset: float, casting_mode: str,
+) -> Launch:  # fmt: skip
+    block, numbers = block_of(n_cols), (x_step, r_step, n_rows, n_cols, eps, offset)
+    flags = _roundings(offset, casting_mode)
     if block > MAX_BLOCK:
         meta = {**flags, "BLOCK": WIDE_BLOCK, "num_warps": 16}
-        launch(kernels.forward_wide_kernel, (n_rows,), x.device, *args, **meta)
-        return
-    plan = forward_plan(table[max(block, 256)], x.device)
-    grid = (cdiv(n_rows, plan["ROWS"]),)
-    launch(kernels.forward_kernel, grid, x.device, *args, **flags, BLOCK=block, **plan)
+        return Launch(kernels.forward_wide_kernel, (n_rows,), device, *numbers, **meta)
+    entry = table.choose(block, itemsize, card_of(device))
+    meta = {**flags, "BLOCK": block, **forward_plan(entry, device)}
+    grid = (cdiv(n_rows, meta["ROWS"]),)
+    return Launch(kernels.forward_kernel, grid, device, *numbers, **meta)
+
+
+def _roundings(offset: float, casting_mode: str) -> dict[str, bool]:
+    llama = casting_mode in ("llama", "t5")
+    return {"LLAMA": llama, "ROUND_W": llama and offset != 0.0}
 
 
 def _fake_backward(dy, x, weight, rstd, offset, casting_mode, need_dx, need_dw):
@@ -151,55 +168,59 @@ def rms_norm_backward_kernel(
 
 def run_backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float,
-    casting_mode: str, need_dx: bool, need_dw: bool, table: dict[int, tuple[int, int, int, int]],
+    casting_mode: str, need_dx: bool, need_dw: bool, table: Table,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dx (+ ds), dw; an output that is not needed is empty. Operands of any layout."""
-    dy2, x2 = rows(dy), rows(x)
-    n_rows, n_cols = x2.shape
-    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
-    if weight is None or not need_dw:
-        need_dw, empty = False, x.new_empty(0)
-    else:
-        empty = torch.zeros_like(weight) if n_rows == 0 else x.new_empty(0)
+    n_rows, n_cols, device = rstd.shape[0], x.shape[-1], x.device
+    dx, need_dw = like(x) if need_dx else x.new_empty(0), need_dw and weight is not None
+    dw_dtype = x.dtype if weight is None else weight.dtype
     if n_rows == 0:
-        return dx, empty
-    w, flags = _weight_flags(x2, weight, offset, casting_mode)
-    operands = (dy2, dy2.stride(0), x2, x2.stride(0), w, rstd)
-    if ds is not None:
-        ds = rows(ds)
-    added = (ds, None if ds is None else ds.stride(0))
-    block = block_of(n_cols)
-    if block > MAX_BLOCK:
-        llama = flags.pop("LLAMA")
-        if need_dx:
-            args = (dx, *added, *operands, n_cols, offset)
-            meta = {**flags, "BLOCK": WIDE_BLOCK, "num_warps": 16}
-            launch(kernels.dx_wide_kernel, (n_rows,), x.device, *args, **meta)
-        return dx, _dw_wide(operands, n_rows, n_cols, llama) if need_dw else empty
+        return dx, x.new_zeros(n_cols if need_dw else 0, dtype=dw_dtype)
     loaded = dy.element_size() + x.element_size() + (0 if ds is None else ds.element_size())
-    programs, share, plan = backward_plan(table[max(block, 256)], n_rows, block * loaded, x.device)
-    partials = x.new_empty((programs, n_cols) if need_dw else 0, dtype=torch.float32)
-    launch(
-        kernels.backward_kernel, (programs,), x.device, dx, partials, *added, *operands, n_rows, n_cols, share,
-        offset, **flags, NEED_DX=need_dx, NEED_DW=need_dw, BLOCK=block, **plan,
+    dy, dy_step = spaced(dy)
+    x, x_step = spaced(x)
+    ds, ds_step = (None, None) if ds is None else spaced(ds)
+    weight = weight if weight is None else dense(weight)
+    tensors, steps = (ds, dy, x, weight, rstd), (ds_step, dy_step, x_step)
+    if n_cols > MAX_BLOCK:
+        flags = _roundings(offset, casting_mode)
+        if need_dx:
+            meta = {"ROUND_W": flags["ROUND_W"], "BLOCK": WIDE_BLOCK, "num_warps": 16}
+            args = (dx, *tensors, *steps, n_cols, offset)
+            launch(kernels.dx_wide_kernel, (n_rows,), device, *args, **meta)
+        return dx, _dw_wide(tensors, steps, flags["LLAMA"]) if need_dw else x.new_empty(0)
+    programs, run = _backward(
+        device, table, x.element_size(), loaded, n_rows, n_cols, steps, offset, casting_mode, need_dx, need_dw
     )  # fmt: skip
-    return dx, sum_partials(partials, w.dtype) if need_dw else empty
+    partials = x.new_empty((programs, n_cols) if need_dw else 0, dtype=torch.float32)
+    run(dx, partials, *tensors)
+    return dx, sum_partials(partials, dw_dtype) if need_dw else x.new_empty(0)
 
 
-def _weight_flags(x: Tensor, weight: Tensor | None, offset: float, casting_mode: str) -> Any:
-    llama = casting_mode in ("llama", "t5")
-    flags = {"LLAMA": llama, "HAS_W": weight is not None, "ROUND_W": llama and offset != 0.0}
-    return (x if weight is None else dense(weight)), flags
+@planned
+def _backward(
+    device: torch.device, table: Table, itemsize: int, loaded: int, n_rows: int, n_cols: int,
+    steps: tuple[int | None, ...], offset: float, casting_mode: str, need_dx: bool, need_dw: bool,
+) -> tuple[int, Launch]:  # fmt: skip
+    """loaded: bytes of an element of all operands together."""
+    block = block_of(n_cols)
+    entry = table.choose(block, itemsize, card_of(device))
+    programs, share, plan = backward_plan(entry, n_rows, block * loaded, device)
+    numbers = (*steps, n_rows, n_cols, share, offset)
+    meta = {**_roundings(offset, casting_mode), "NEED_DX": need_dx, "NEED_DW": need_dw, **plan}
+    meta["BLOCK"] = block
+    return programs, Launch(kernels.backward_kernel, (programs,), device, *numbers, **meta)
 
 
-def _dw_wide(operands: tuple[Any, ...], n_rows: int, n_cols: int, llama: bool) -> Tensor:
-    dy, sdy, x, sx, w, rstd = operands
+def _dw_wide(tensors: tuple[Any, ...], steps: tuple[Any, ...], llama: bool) -> Tensor:
+    _, dy, x, weight, rstd = tensors
+    n_rows, n_cols = rstd.shape[0], x.shape[-1]
     columns, parts, share = column_plan(n_rows, n_cols, _DW_BLOCK, x.device)
     partials = x.new_empty((parts, n_cols), dtype=torch.float32)
-    args = (partials, dy, sdy, x, sx, rstd, n_rows, n_cols, share)
+    args = (partials, dy, x, rstd, *steps[1:], n_rows, n_cols, share)
     meta = {"LLAMA": llama, "BLOCK": _DW_BLOCK}
     launch(kernels.dw_wide_kernel, (columns, parts), x.device, *args, **meta)
-    return sum_partials(partials, w.dtype)
+    return sum_partials(partials, weight.dtype)
 
 
 # 3 op
@@ -286,9 +307,8 @@ def casting_name(casting_mode: str | int) -> Any:
 
 def check_weight(op: str, x: Tensor, weight: Tensor | None, name: str = "weight") -> None:
     """ValueError unless `weight` is None or has one entry a column."""
-    if weight is not None:
-        require(
-            weight.shape == x.shape[-1:],
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
             f"{op}: {name} must have shape [{x.shape[-1]}], the last dimension of x {list(x.shape)}; "
             f"got {list(weight.shape)}.",
         )
@@ -321,7 +341,7 @@ def rms_norm_forward(
     mode = casting_name(casting_mode)
     y, rstd = rms_norm_forward_kernel(X, W, eps, offset, mode)
     block = block_of(X.shape[-1])
-    return y, X, rstd, block, _FORWARD.get(block, (1, 4))[1], mode
+    return y, X, rstd, block, _FORWARD.entry(block, X)[1], mode
 
 
 def rms_norm_backward(

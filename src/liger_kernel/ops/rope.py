@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, require
+from liger_kernel.ops._op import Cost, Op, compute_dtype, direct, first_order, require
 from liger_kernel.ops._rope_kernels import heads_within_tokens, rope_kernel, tokens_axis
 
 Pair = tuple[Tensor, Tensor | None]
@@ -100,7 +100,7 @@ def rotation(name: str) -> Callable[..., Pair]:
             grads = (first, second if need_k else None) if need_q else (None, first)
             return *grads, *(None,) * (len(ctx.needs_input_grad) - 2)
 
-    return Rotation.apply
+    return direct(Rotation.apply)
 
 
 def supports(q: Tensor, k: Tensor | None, *rest: Any) -> str | None:

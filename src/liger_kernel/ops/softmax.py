@@ -20,22 +20,34 @@ from torch import Tensor
 
 from liger_kernel import _env
 from liger_kernel.ops._device import exp, row_base
-from liger_kernel.ops._op import Cost, Op, first_order, named, rows
-from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
+from liger_kernel.ops._op import Cost, Op, first_order, like, named, spaced
+from liger_kernel.ops._schedules import SM_WARPS, TILE, Entry, Table, card_of, fits_tile
+from liger_kernel.ops._triton import Launch, block_of, cdiv, planned, tl, triton
 
 _MAX_BLOCK = 32768  # columns a program holds in registers, forward
 _MAX_BYTES = 65536  # the same in backward, bytes of each of its two operands
-# block of columns -> (rows, warps, programs per SM, stages); with one stage, a program for every tile. Narrower rows
-# share the tile of the narrowest. Where only one program fits an SM, it fetches the next row while it works on one.
-_FORWARD = {
-    256: (16, 4, 0, 1), 512: (8, 4, 0, 1), 1024: (4, 4, 0, 1), 2048: (2, 4, 0, 1), 4096: (1, 8, 0, 1),
-    8192: (1, 16, 0, 1), 16384: (1, 32, 0, 1), 32768: (1, 32, 1, 3),
-}  # fmt: skip
-_BACKWARD = {**_FORWARD, 16384: (1, 32, 1, 3), 32768: (1, 32, 1, 2)}
 _LANES, _RUN, _RUNS = 1024, 8, 2  # wider rows: threads, columns side by side of each, times as many
 _WIDE_BLOCK = 8192  # columns visited at a time by backward there
 _WIDE_WARPS = 32
 _RESERVE = 4096  # bytes of shared memory that reductions may take beside the pipeline
+
+
+def _fits(block: int, rows: int, warps: int, per_sm: int, stages: int) -> bool:
+    pipelined = (per_sm > 0) == (stages > 1)
+    return fits_tile(block, rows, warps) and pipelined and per_sm * warps <= SM_WARPS
+
+
+# block of columns -> (rows, warps, programs per SM, stages); with one stage, a program for every tile. Narrower rows
+# share the tile of the narrowest. Where only one program fits an SM, it fetches the next row while it works on one.
+_FIELDS = {**TILE, "per_sm": (0, 1, 2, 4), "stages": (1, 2, 3)}
+_BY_BLOCK = {
+    256: (16, 4, 0, 1), 512: (8, 4, 0, 1), 1024: (4, 4, 0, 1), 2048: (2, 4, 0, 1), 4096: (1, 8, 0, 1),
+    8192: (1, 16, 0, 1), 16384: (1, 32, 0, 1), 32768: (1, 32, 1, 3),
+}  # fmt: skip
+_FORWARD = Table("softmax.forward", _FIELDS, _BY_BLOCK, _fits)
+_BACKWARD = Table(
+    "softmax.backward", _FIELDS, {**_BY_BLOCK, 16384: (1, 32, 1, 3), 32768: (1, 32, 1, 2)}, _fits
+)
 
 # 1 reference
 
@@ -99,7 +111,7 @@ def _forward_wide_kernel(
 
 @triton.jit
 def _backward_kernel(
-    DX, DY, sDY_row, Y, sY_row, n_rows, n_cols,
+    DX, DY, Y, sDY_row, sY_row, n_rows, n_cols,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK)
@@ -118,7 +130,7 @@ def _backward_kernel(
 
 @triton.jit
 def _backward_wide_kernel(
-    DX, DY, sDY_row, Y, sY_row, n_rows, n_cols, BLOCK: tl.constexpr
+    DX, DY, Y, sDY_row, sY_row, n_rows, n_cols, BLOCK: tl.constexpr
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
     pieces = tl.cdiv(n_cols, BLOCK)
@@ -143,27 +155,50 @@ def _backward_wide_kernel(
 # 3 launch
 
 
+@planned
+def _forward(device: torch.device, itemsize: int, n_rows: int, n_cols: int, x_step: int) -> Launch:
+    numbers, block = (x_step, n_rows, n_cols), block_of(n_cols)
+    if block > _MAX_BLOCK:
+        programs, warps = _wide(device, n_rows)
+        meta = {"LANES": _LANES, "RUN": _RUN, "RUNS": _RUNS, "num_warps": warps}
+        return Launch(_forward_wide_kernel, (programs,), device, *numbers, **meta)
+    entry = _FORWARD.choose(block, itemsize, card_of(device))
+    programs, meta = _narrow(device, entry, block, block * itemsize, n_rows)
+    return Launch(_forward_kernel, (programs,), device, *numbers, **meta)
+
+
+@planned
+def _backward(
+    device: torch.device, itemsize: int, n_rows: int, n_cols: int, dy_step: int, y_step: int
+) -> Launch:  # fmt: skip
+    numbers, block = (dy_step, y_step, n_rows, n_cols), block_of(n_cols)
+    if block * itemsize > _MAX_BYTES:
+        programs, warps = _wide(device, n_rows)
+        meta = {"BLOCK": _WIDE_BLOCK, "num_warps": warps}
+        return Launch(_backward_wide_kernel, (programs,), device, *numbers, **meta)
+    entry = _BACKWARD.choose(block, itemsize, card_of(device))
+    programs, meta = _narrow(device, entry, block, 2 * block * itemsize, n_rows)
+    return Launch(_backward_kernel, (programs,), device, *numbers, **meta)
+
+
 def _narrow(
-    kernel: Any, schedule: Any, row_bytes: int, device: torch.device, n_rows: int, n_cols: int, *args: Any
-) -> None:  # fmt: skip
+    device: torch.device, entry: Entry, block: int, row_bytes: int, n_rows: int
+) -> tuple[int, dict[str, int]]:
     """row_bytes: a block of all operands; a pipeline has (stages - 1) times as much in shared memory."""
-    info, block = _env.device_info(device), block_of(n_cols)
-    n, warps, per_sm, stages = schedule[max(block, 256)]
+    info = _env.device_info(device)
+    n, warps, per_sm, stages = entry
     n *= max(256 // block, 1)
     stages = min(stages, 1 + (info.shared_memory - _RESERVE) // row_bytes)
     tiles = cdiv(n_rows, n)
     programs = min(tiles, per_sm * info.sm_count) if stages > 1 else tiles
     meta = {"ROWS": n, "BLOCK": block, "STAGES": stages, "num_warps": min(warps, info.max_warps)}
-    launch(kernel, (programs,), device, *args, n_rows, n_cols, **meta)
+    return programs, meta
 
 
-def _wide(
-    kernel: Any, device: torch.device, n_rows: int, n_cols: int, *args: Any, **meta: int
-) -> None:
+def _wide(device: torch.device, n_rows: int) -> tuple[int, int]:
     """One program an SM: the rows under way, of 128k columns too, stay in L2 between their two visits."""
     info = _env.device_info(device)
-    grid, warps = (min(n_rows, info.sm_count),), min(_WIDE_WARPS, info.max_warps)
-    launch(kernel, grid, device, *args, n_rows, n_cols, **meta, num_warps=warps)
+    return min(n_rows, info.sm_count), min(_WIDE_WARPS, info.max_warps)
 
 
 def _fake_forward(x: Tensor) -> Tensor:
@@ -173,15 +208,9 @@ def _fake_forward(x: Tensor) -> Tensor:
 @named("(Tensor x) -> Tensor", _fake_forward)
 def softmax_forward_kernel(x: Tensor) -> Tensor:
     """-> y like x, contiguous."""
-    x2 = rows(x)
-    n_rows, n_cols = x2.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    args = (x.device, n_rows, n_cols, y, x2, x2.stride(0))
-    block = block_of(n_cols)
-    if block > _MAX_BLOCK:
-        _wide(_forward_wide_kernel, *args, LANES=_LANES, RUN=_RUN, RUNS=_RUNS)
-    else:
-        _narrow(_forward_kernel, _FORWARD, block * x.element_size(), *args)
+    n_rows, n_cols, y = x.shape[:-1].numel(), x.shape[-1], like(x)
+    x, step = spaced(x)
+    _forward(x.device, x.element_size(), n_rows, n_cols, step)(y, x)
     return y
 
 
@@ -192,15 +221,10 @@ def _fake_backward(dy: Tensor, y: Tensor) -> Tensor:
 @named("(Tensor dy, Tensor y) -> Tensor", _fake_backward)
 def softmax_backward_kernel(dy: Tensor, y: Tensor) -> Tensor:
     """-> dx like y, contiguous."""
-    dy2, y2 = rows(dy), rows(y)
-    n_rows, n_cols = y2.shape
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    args = (y.device, n_rows, n_cols, dx, dy2, dy2.stride(0), y2, y2.stride(0))
-    row_bytes = block_of(n_cols) * y.element_size()
-    if row_bytes > _MAX_BYTES:
-        _wide(_backward_wide_kernel, *args, BLOCK=_WIDE_BLOCK)
-    else:
-        _narrow(_backward_kernel, _BACKWARD, 2 * row_bytes, *args)
+    n_rows, n_cols, dx = y.shape[:-1].numel(), y.shape[-1], like(y)
+    dy, dy_step = spaced(dy)
+    y, y_step = spaced(y)
+    _backward(y.device, y.element_size(), n_rows, n_cols, dy_step, y_step)(dx, dy, y)
     return dx
 
 
