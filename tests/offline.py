@@ -186,7 +186,9 @@ def _machine(target: str, launch: Any) -> Iterator[None]:
         *((exponentials, name, 0) for name in ("_NARROW", "_BUSY")),
         *((m, "launch", launch) for m in modules if getattr(m, "launch", None) is original),
     ]
+    _triton.forget_plans()
     with contextlib.ExitStack() as stack:
+        stack.callback(_triton.forget_plans)
         for thing, name, value in replaced:
             stack.enter_context(mock.patch.object(thing, name, value))
         yield

@@ -47,7 +47,6 @@ _UNTRIED = (
     "Tiles were chosen on an H200, where they fit; this card has not been at hand to choose others."
 )
 _RANK = "256 pairs are compared with one another, once in a layer and in microseconds."
-_SUMS = "128 x 256 sums take half of the registers; gate, up and their gradients pass by once, after the product."
 _CAPPED = "An exponential and a slope for each of 128 x 256 sums; another pass over the chunk would cost more."
 _EXACT = "fp32 products without tensor cores: for tests of exactness, not for speed."
 
@@ -67,8 +66,8 @@ SPILLS = [
     Spill("softmax._backward_kernel", {"BLOCK": 32768}, NVIDIA, 64, _WIDE),
     Spill("_group_norm_kernels.forward_kernel", {"num_warps": 32}, NVIDIA, 64, _WIDE),
     Spill("_moe_routing._place_kernel", {}, NVIDIA, 96, _RANK),
-    Spill("_moe_kernels.gate_backward_kernel", {"BM": 128}, NVIDIA, 160, _SUMS),
-    Spill("_moe_kernels.gate_backward_kernel", {"PRECISION": "ieee"}, NVIDIA, 96, _EXACT),
+    Spill("_moe_kernels.up_kernel", {"HAS_BIAS": True}, ("sm_100",), 192, _UNTRIED),
+    Spill("_poly_norm_kernels.backward_wide_kernel", {"BLOCK": 8192}, NVIDIA, 64, _WIDE),
     Spill(
         "_fused_neighborhood_attention_kernels.backward_kernel", {"PRECISION": "ieee"}, ALL, 704, _EXACT,
     ),

@@ -1,12 +1,13 @@
 """The matrix products of `fused_moe`.
 
 Rows are sorted by expert, see `_moe_routing.py`: a tile of them meets the weight of one expert. Every product is a
-persistent kernel: a program works through tiles of its result. Over rows the first loads of a tile are in flight while
-the last one is being finished and stored; over an expert's slots two programs share an SM instead. GROUP row tiles
+persistent kernel with one loop over the steps of all of a program's tiles, fused by the compiler or, where experts
+differ in length, by hand: the first loads of a tile are in flight while the last one is being finished. GROUP row tiles
 share columns of a weight while these are in L2.
 
-TMA      weights, and rows that lie together, come through tensor descriptors, else through pointers. Forward gathers
-         rows of x by pointer, in the loads of the product itself.
+TMA      weights, rows that lie together, and results go through tensor descriptors, else through pointers. A result
+         leaves in halves, through shared memory and while the next tile is computed. Forward gathers rows of x by
+         pointer, in the loads of the product itself.
 SLOTS    rows in the layout of `_moe_row_kernels.py`.
 PAIR     which columns are gate and up of one another: "halves" (c and n + c) or "interleaved" (2c and 2c + 1). A tile
          holds both, in that order; column blocks then count pairs.
@@ -15,22 +16,29 @@ K_MAJOR  a weight is contiguous along the dimension that is summed over.
 # pyright: reportGeneralTypeIssues=false
 # (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
 
-from liger_kernel.ops._device import row_base
+from liger_kernel.ops._device import LOG2E, SQRT_HALF, row_base
 from liger_kernel.ops._dot import dot
-from liger_kernel.ops._gated import _activation
+from liger_kernel.ops._gated import _CUBIC, _TWICE_SQRT_2_OVER_PI, _activation
 from liger_kernel.ops._triton import tl, triton
+
+CLIP: tl.constexpr = tl.constexpr(1 << 30)  # more rows than any result has, see `_store`
+
+
+@triton.jit
+def _grouped(t, n_tiles, n_blocks, GROUP: tl.constexpr):
+    """Row tile and column block of the t-th of all. Row tiles of a group vary fastest."""
+    first = t // (GROUP * n_blocks) * GROUP
+    size = tl.minimum(n_tiles - first, GROUP)
+    rest = t % (GROUP * n_blocks)
+    return first + rest % size, rest // size
 
 
 @triton.jit
 def _decode(t, n_tiles, n_blocks, TILES, GROUP: tl.constexpr):
-    """The t-th of all: its column block, its row tile and that one's expert, first row and end of rows. Row tiles of a
-    group vary fastest."""
-    first = t // (GROUP * n_blocks) * GROUP
-    size = tl.minimum(n_tiles - first, GROUP)
-    rest = t % (GROUP * n_blocks)
-    tile = first + rest % size
+    """The t-th of all: its column block, its row tile and that one's expert, first row and end of rows."""
+    tile, block = _grouped(t, n_tiles, n_blocks, GROUP)
     entry = TILES + tile * 3
-    return rest // size, tile, tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    return block, tile, tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 
 @triton.jit
@@ -48,11 +56,11 @@ def _columns(n0, n_n, PAIR: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _product(
-    A, sA_row, rows, m_rows, first, W, sW_e, sW_k, sW_n, expert, n0, cols, m_cols, n_k,
+    A, sA_row, rows, m_rows, first, size, W, sW_e, sW_k, sW_n, expert, n0, cols, m_cols, n_k,
     GATHER: tl.constexpr, PAIR: tl.constexpr, TMA: tl.constexpr, K_MAJOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] fp32: `rows` of A, from `first` on unless they are gathered, times `cols` of an expert's weight."""
+    """[BM, BN] fp32: `rows` of A, gathered or `size` from `first` on, times `cols` of an expert's weight."""
     acc = tl.zeros((BM, BN), tl.float32)
     ks = tl.arange(0, BK)
     if GATHER or not TMA:
@@ -65,7 +73,7 @@ def _product(
         if GATHER or not TMA:
             a = tl.load(a_at + k0, mask=m_rows[:, None] & m_k[None, :], other=0.0)
         else:
-            a = A.load([first, k0])
+            a = A.load([CLIP, first + size, CLIP - size, k0]).reshape(BM, BK)
         if not TMA:
             at = w_at + row_base(k0 + ks, sW_k)[:, None]
             w = tl.load(at, mask=m_k[:, None] & m_cols[None, :], other=0.0)
@@ -80,23 +88,62 @@ def _product(
 
 
 @triton.jit
-def _split(both, PAIR: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr):
-    """gate and up, [BM, PAIRS] each, of a tile that holds both."""
-    if PAIR == "halves":
-        gate, up = tl.split(tl.permute(tl.reshape(both, (BM, 2, PAIRS)), (0, 2, 1)))
+def _halves(x, BM: tl.constexpr, HALF: tl.constexpr):
+    """The left and the right columns of [BM, 2 HALF]."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def _store(
+    Y, first, size, part, n0, n_n, y,
+    PARTS: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Y[first + i, part, n0 + j] = y[i, j] for i < size; Y is [rows, PARTS, n_n].
+
+    A descriptor of `clipped` ends at row CLIP, whence it counts back from row first + size: the TMA unit then leaves
+    out what a mask would. `_product` loads rows so: those of the next expert stay where they are.
+    """
+    if TMA:
+        block = tl.reshape(y.to(Y.dtype), (1, 1, BM, 1, BN))
+        Y.store([CLIP, first + size, CLIP - size, part, n0], block)
     else:
-        gate, up = tl.split(tl.reshape(both, (BM, PAIRS, 2)))
-    return gate, up
+        i, cols = tl.arange(0, BM), n0 + tl.arange(0, BN)
+        at = Y + row_base(first + i, PARTS * n_n)[:, None] + (part * n_n + cols)[None, :]
+        tl.store(at, y.to(Y.dtype.element_ty), mask=(i < size)[:, None] & (cols < n_n)[None, :])
+
+
+@triton.jit
+def _clamped(gate, up, limit):
+    """A NaN stays one."""
+    gate = tl.where(gate > limit, limit, gate)
+    return gate, tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
 
 
 @triton.jit
 def _gate(gate, up, alpha, limit, shift, ACT: tl.constexpr, CLAMP: tl.constexpr):
-    """a(gate), a'(gate) and up + shift of the clamped gate and up, a(g) = act(alpha g) / alpha. A NaN stays one."""
+    """a(gate), a'(gate) and up + shift of the clamped gate and up, a(g) = act(alpha g) / alpha."""
     if CLAMP:
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        gate, up = _clamped(gate, up, limit)
     value, slope = _activation(gate * alpha, ACT)
     return value / alpha, slope, up + shift
+
+
+@triton.jit
+def _gated(gate, up, alpha, limit, shift, ACT: tl.constexpr, CLAMP: tl.constexpr):
+    """a(gate) (up + shift), with one division and no slope: the tensor cores wait for it."""
+    if CLAMP:
+        gate, up = _clamped(gate, up, limit)
+    if ACT == "gelu":
+        value = gate * (0.5 + 0.5 * tl.erf(gate * (alpha * SQRT_HALF)))
+    else:
+        if ACT == "silu":
+            exponent = gate * (alpha * -LOG2E)
+        else:
+            tl.static_assert(ACT == "gelu_tanh")
+            g = gate * alpha
+            exponent = g * ((g * g * _CUBIC + 1.0) * (_TWICE_SQRT_2_OVER_PI * -LOG2E))
+        value = gate / (1.0 + tl.exp2(exponent))
+    return value * (up + shift)
 
 
 @triton.jit
@@ -107,31 +154,39 @@ def up_kernel(
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BOTH = gate and up of gathered rows of x, [rows, 2 n_n]; Y = their activation, [rows, n_n]."""
+    HALF: tl.constexpr = BN // 2
     n_tiles = tl.load(N_TILES)
     for t in tl.range(tl.program_id(0), n_tiles * n_blocks, tl.num_programs(0), flatten=True):
         block, _, expert, first, end = _decode(t, n_tiles, n_blocks, TILES, GROUP)
-        rows = first + tl.arange(0, BM)
+        rows, size = first + tl.arange(0, BM), end - first
         m_rows = rows < end
         tokens = tl.load(TOKEN + rows, mask=m_rows, other=0)
-        n0 = block * (BN // 2)
+        n0 = block * HALF
         cols, m_cols = _columns(n0, n_n, PAIR, BN)
         both = _product(
-            X, sX_row, tokens, m_rows, first, W, sW_e, sW_k, sW_n, expert, n0, cols, m_cols, n_k,
+            X, sX_row, tokens, m_rows, first, size, W, sW_e, sW_k, sW_n, expert, n0, cols, m_cols, n_k,
             True, PAIR, TMA, K_MAJOR, PRECISION, BM, BN, BK, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             bias = tl.load(BIAS + row_base(expert, n_n * 2) + cols, mask=m_cols, other=0.0)
             both += bias.to(tl.float32)[None, :]
-        if KEEP:
-            at = BOTH + row_base(rows, n_n * 2)[:, None] + cols[None, :]
-            kept = both.to(BOTH.dtype.element_ty)
-            tl.store(at, kept, mask=m_rows[:, None] & m_cols[None, :])
-        gate, up = _split(both, PAIR, BM, BN // 2)
-        value, _, factor = _gate(gate, up, alpha, limit, shift, ACT, CLAMP)
-        cols = n0 + tl.arange(0, BN // 2)
-        at = Y + row_base(rows, n_n)[:, None] + cols[None, :]
-        y = (value * factor).to(Y.dtype.element_ty)
-        tl.store(at, y, mask=m_rows[:, None] & (cols < n_n)[None, :])
+        left, right = _halves(both, BM, HALF)
+        # left, y, right: y is computed while left is on its way
+        if PAIR == "halves":
+            if KEEP:
+                _store(BOTH, first, size, 0, n0, n_n, left, 2, TMA, BM, HALF)
+            y = _gated(left, right, alpha, limit, shift, ACT, CLAMP)
+            _store(Y, first, size, 0, n0, n_n, y, 1, TMA, BM, HALF)
+            if KEEP:
+                _store(BOTH, first, size, 1, n0, n_n, right, 2, TMA, BM, HALF)
+        else:
+            if KEEP:
+                _store(BOTH, first, size, 0, n0 * 2, n_n * 2, left, 1, TMA, BM, HALF)
+            gate, up = tl.split(tl.reshape(both, (BM, HALF, 2)))
+            y = _gated(gate, up, alpha, limit, shift, ACT, CLAMP)
+            _store(Y, first, size, 0, n0, n_n, y, 1, TMA, BM, HALF)
+            if KEEP:
+                _store(BOTH, first, size, 0, n0 * 2 + HALF, n_n * 2, right, 1, TMA, BM, HALF)
 
 
 @triton.jit
@@ -145,53 +200,92 @@ def rows_kernel(
     n_tiles = tl.load(N_TILES)
     for t in tl.range(tl.program_id(0), n_tiles * n_blocks, tl.num_programs(0), flatten=True):
         block, tile, expert, first, end = _decode(t, n_tiles, n_blocks, TILES, GROUP)
-        lanes = tl.arange(0, BM)
-        m_rows = lanes < end - first
+        lanes, size = tl.arange(0, BM), end - first
         a_first = tile * BM if FROM_SLOTS else first
         n0 = block * BN
         cols = n0 + tl.arange(0, BN)
         m_cols = cols < n_n
         acc = _product(
-            A, sA_row, a_first + lanes, m_rows, a_first, W, sW_e, sW_k, sW_n, expert, n0, cols, m_cols, n_k,
-            False, "none", TMA, K_MAJOR, PRECISION, BM, BN, BK, STAGES,
+            A, sA_row, a_first + lanes, lanes < size, a_first, size, W, sW_e, sW_k, sW_n, expert, n0, cols, m_cols,
+            n_k, False, "none", TMA, K_MAJOR, PRECISION, BM, BN, BK, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             bias = tl.load(BIAS + row_base(expert, n_n) + cols, mask=m_cols, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         y_first = tile * BM if TO_SLOTS else first
-        at = Y + row_base(y_first + lanes, n_n)[:, None] + cols[None, :]
-        tl.store(at, acc.to(Y.dtype.element_ty), mask=m_rows[:, None] & m_cols[None, :])
+        left, right = _halves(acc, BM, BN // 2)
+        _store(Y, y_first, size, 0, n0, n_n, left, 1, TMA, BM, BN // 2)
+        _store(Y, y_first, size, 0, n0 + BN // 2, n_n, right, 1, TMA, BM, BN // 2)
+
+
+@triton.jit
+def _store_grad(
+    DW, sDW_e, sDW_m, sDW_n, expert, m0, n0, n_m, n_n, dw,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """DW[expert, m0 + i, n0 + j] = dw[i, j]."""
+    if TMA:
+        DW.store([expert, m0, n0], tl.reshape(dw.to(DW.dtype), (1, BM, BN)))
+    else:
+        ms, ns = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
+        at = row_base(ms, sDW_m)[:, None] + row_base(ns, sDW_n)[None, :]
+        at += DW + row_base(expert, sDW_e)
+        tl.store(at, dw.to(DW.dtype.element_ty), mask=(ms < n_m)[:, None] & (ns < n_n)[None, :])
 
 
 @triton.jit
 def weight_grad_kernel(
     DW, sDW_e, sDW_m, sDW_n, P, Q, FIRST, TOTALS, n_experts, n_m, n_n, m_blocks, n_blocks,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """DW[e] = sum over the slots of e of P[slot]^T Q[slot], [n_m, n_n]; zeros for an expert without rows.
 
     FIRST is an expert's first tile, TOTALS its rows: the slots up to the next multiple of BK hold rows or zeros.
+
+    The compiler fuses loops over tiles and steps only if all tiles have equally many steps. All that loads depend on
+    comes from the `if` before them, where a tile begins: one number changed after them (a counter advanced, n0 moved on
+    to the right half), and none is prefetched.
     """
-    per_expert = m_blocks * n_blocks
+    pid, n_programs, per_expert = tl.program_id(0), tl.num_programs(0), m_blocks * n_blocks
+    es = tl.arange(0, EXPERTS)
+    totals = tl.load(TOTALS + es, mask=es < n_experts, other=0)
+    # its own of the tiles of each expert: those of all experts up to it, less those of all before it
+    before = es * per_expert + (n_programs - 1 - pid)
+    mine = (before + per_expert) // n_programs - before // n_programs
+    # an expert without rows has one step, for its zeros
+    steps = tl.maximum((totals + (BK - 1)) // BK, 1)
+    n_steps = tl.sum(tl.where(es < n_experts, mine * steps, 0))
     ks = tl.arange(0, BK)
-    for tile in range(tl.program_id(0), n_experts * per_expert, tl.num_programs(0)):
-        expert = tile // per_expert
-        m0, n0 = tile % per_expert % m_blocks * BM, tile % per_expert // m_blocks * BN
-        ms, ns = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
-        first = tl.load(FIRST + expert) * ROWS
-        acc = tl.zeros((BM, BN), tl.float32)
-        for slot in tl.range(first, first + tl.load(TOTALS + expert), BK, num_stages=STAGES):
-            if TMA:
-                p, q = P.load([slot, m0]), Q.load([slot, n0])
-            else:
-                p_at = P + row_base(slot + ks, n_m)[:, None] + ms[None, :]
-                p = tl.load(p_at, mask=(ms < n_m)[None, :], other=0.0)
-                q_at = Q + row_base(slot + ks, n_n)[:, None] + ns[None, :]
-                q = tl.load(q_at, mask=(ns < n_n)[None, :], other=0.0)
-            acc += dot(p.T, q, PRECISION)
-        at = row_base(ms, sDW_m)[:, None] + row_base(ns, sDW_n)[None, :]
-        dw = acc.to(DW.dtype.element_ty)
-        tl.store(
-            DW + row_base(expert, sDW_e) + at, dw, mask=(ms < n_m)[:, None] & (ns < n_n)[None, :]
-        )
+    tile, step, n_here = pid - n_programs, -1, 0
+    expert, total, first, m0, n0 = 0, 0, 0, 0, 0
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, n_steps, num_stages=STAGES):
+        step += 1
+        if step == n_here:
+            step = 0
+            tile += n_programs
+            expert = tile // per_expert
+            m, n = _grouped(tile % per_expert, m_blocks, n_blocks, GROUP)
+            m0, n0 = m * BM, n * BN
+            total = tl.load(TOTALS + expert)
+            # beyond all slots for an expert without rows: descriptors bring zeros from there
+            first = tl.where(total > 0, tl.load(FIRST + expert) * ROWS, CLIP)
+            n_here = tl.maximum((total + (BK - 1)) // BK, 1)
+        slot = first + step * BK
+        if TMA:
+            p, q = P.load([slot, m0]), Q.load([slot, n0])
+        else:
+            ms, ns = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
+            m_rows = (step * BK + ks < total)[:, None]
+            p_at = P + row_base(slot + ks, n_m)[:, None] + ms[None, :]
+            p = tl.load(p_at, mask=m_rows & (ms < n_m)[None, :], other=0.0)
+            q_at = Q + row_base(slot + ks, n_n)[:, None] + ns[None, :]
+            q = tl.load(q_at, mask=m_rows & (ns < n_n)[None, :], other=0.0)
+        acc += dot(p.T, q, PRECISION)
+        if step == n_here - 1:
+            left, right = _halves(acc, BM, BN // 2)
+            _store_grad(DW, sDW_e, sDW_m, sDW_n, expert, m0, n0, n_m, n_n, left, TMA, BM, BN // 2)
+            n1 = n0 + BN // 2
+            _store_grad(DW, sDW_e, sDW_m, sDW_n, expert, m0, n1, n_m, n_n, right, TMA, BM, BN // 2)
+            acc = tl.zeros((BM, BN), tl.float32)

@@ -31,6 +31,10 @@ class Tile(NamedTuple):
             "BM": self.rows, "BN": self.columns, "BK": self.depth, "STAGES": self.stages, "num_warps": self.warps,
         }  # fmt: skip
 
+    def half(self) -> list[int]:
+        """The block of a result `[rows, parts, columns]` that a descriptor stores."""
+        return [self.rows, 1, self.columns // 2]
+
     def grid(self, device: torch.device, tiles: int) -> tuple[int]:
         """Programs that stay, at most one for each tile."""
         return (min(tiles, _env.device_info(device).sm_count * self.per_sm),)
@@ -55,11 +59,12 @@ class Plan(NamedTuple):
 
 
 # The columns of `up` count gate and up.
-_HOPPER = (Tile(128, 256, 64, 8, 4, 1), Tile(128, 256, 64, 8, 3, 1), Tile(128, 128, 64, 4, 3, 2))
+_HOPPER = (Tile(128, 256, 64, 8, 4, 1),) * 3
+_BLACKWELL = (Tile(128, 256, 64, 8, 3, 1),) * 3  # untried; a fourth stage and a bias do not fit
 _OTHER = (Tile(128, 128, 32, 8, 3, 2), Tile(128, 128, 32, 8, 3, 2), Tile(128, 64, 32, 8, 3, 2))
 _EXACT = (Tile(64, 64, 32, 4, 2, 2),) * 3
 _GROUP = 8  # row tiles that share columns of a weight
-_GATHERED = (8, 1024)  # slots and columns of a program
+_GATHERED = (32, 256)  # slots and columns of a program
 _GATED = (16, 256)  # slots of a program, columns at a time
 _BIAS_ROWS, _BIAS_BLOCK = 32, 128
 _COMBINED = 2048  # elements of a program
@@ -71,15 +76,29 @@ def plan_of(x: Tensor) -> Plan:
     exact = precision(x.dtype)
     if exact != "native":
         return Plan(*_EXACT, precision=exact, tma=False)
-    hopper = pays(x.device)
-    tiles = _HOPPER if hopper else _OTHER
-    return Plan(*tiles, precision=exact, tma=hopper and TensorDescriptor is not None)
+    tma = pays(x.device)
+    blackwell = tma and _env.device_info(x.device).capability >= 100
+    tiles = _BLACKWELL if blackwell else _HOPPER if tma else _OTHER
+    return Plan(*tiles, precision=exact, tma=tma and TensorDescriptor is not None)
+
+
+def clipped(y: Tensor, block: list[int]) -> Any:
+    """y `[R, ...]` in blocks that end at a given row, see `_store` in `_moe_kernels.py`.
+
+    A tile's last rows may belong to the next expert, and a descriptor leaves out only what is beyond a dimension. Two
+    dimensions more shift the origin: coordinates (CLIP, end, CLIP - n, ...) mean row end - n, as
+    CLIP * 2^34 = 2^64 vanishes from an address. Triton's `ragged_tma.py` does it so.
+    """
+    step, many = y.stride(0), 0x7FFF0000
+    shape = [many, many, kernels.CLIP.value, *y.shape[1:]]
+    return TensorDescriptor(y, shape, [2**34 - step, step, *y.stride()], [1, 1, *block])
 
 
 def product_operands(
-    a: Tensor, gathered: bool, w: Tensor, tile: Tile, pair: str, plan: Plan
+    a: Tensor, gathered: bool, w: Tensor, y: Tensor, tile: Tile, pair: str, plan: Plan
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rows `[R, K]` and a weight as `[E, N, K]` of any strides -> arguments (A, sA_row, W, strides e, k, n) and flags.
+    """Rows `[R, K]`, a weight as `[E, N, K]` of any strides and a result -> arguments (A, sA_row, W, strides e, k, n)
+    and flags.
 
     A weight without adjacent rows or columns is copied.
     """
@@ -87,7 +106,7 @@ def product_operands(
         w = w.contiguous()
     s_e, s_n, s_k = w.stride()
     k_major = s_k == 1
-    tma = plan.tma and aligned(w) and (gathered or aligned(a))
+    tma = plan.tma and aligned(w) and aligned(y) and (gathered or aligned(a))
     flags = {"TMA": tma, "K_MAJOR": k_major, "PRECISION": plan.precision, "GROUP": _GROUP}
     rows, weight = a, w
     if tma:
@@ -99,7 +118,7 @@ def product_operands(
             shaped = shaped.unflatten(n, (2, shaped.shape[n] // 2))
             block[n : n + 1] = [2, columns // 2]
         weight = TensorDescriptor.from_tensor(shaped, block)
-        rows = a if gathered else TensorDescriptor.from_tensor(a, [tile.rows, depth])
+        rows = a if gathered else clipped(a, [tile.rows, depth])
     return (rows, a.stride(0), weight, s_e, s_k, s_n), flags
 
 
@@ -128,10 +147,15 @@ def up_product(
     y = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
     both = torch.empty((pairs, 2 * n) if keep else 0, dtype=x.dtype, device=x.device)
     flags = gate.flags()
-    operands, how = product_operands(x, True, w, tile, flags["PAIR"], plan)
+    operands, how = product_operands(x, True, w, y, tile, flags["PAIR"], plan)
+    results = y, both
+    if how["TMA"]:
+        parts = 1 if gate.interleaved else 2
+        kept = both.view(pairs, parts, -1) if keep else y[:, None]
+        results = (clipped(t, tile.half()) for t in (y[:, None], kept))
     n_blocks = cdiv(n, tile.columns // 2)
     launch(
-        kernels.up_kernel, tile.grid(x.device, routing.tiles.shape[0] * n_blocks), x.device, y, both, *operands,
+        kernels.up_kernel, tile.grid(x.device, routing.tiles.shape[0] * n_blocks), x.device, *results, *operands,
         x if bias is None else dense(bias), routing.token, routing.tiles, routing.n_tiles, x.shape[1], n, n_blocks,
         *gate.scalars(), **flags, HAS_BIAS=bias is not None, KEEP=keep, **how, **tile.meta(),
     )  # fmt: skip
@@ -149,10 +173,11 @@ def rows_product(
         dtype=a.dtype,
         device=a.device,
     )
-    operands, how = product_operands(a, False, w, tile, "none", plan)
+    operands, how = product_operands(a, False, w, y, tile, "none", plan)
+    result = clipped(y[:, None], tile.half()) if how["TMA"] else y
     n_blocks = cdiv(n, tile.columns)
     launch(
-        kernels.rows_kernel, tile.grid(a.device, routing.tiles.shape[0] * n_blocks), a.device, y, *operands,
+        kernels.rows_kernel, tile.grid(a.device, routing.tiles.shape[0] * n_blocks), a.device, result, *operands,
         a if bias is None else dense(bias), routing.tiles, routing.n_tiles, a.shape[1], n, n_blocks,
         FROM_SLOTS=a_slots, TO_SLOTS=y_slots, HAS_BIAS=bias is not None, **how, **tile.meta(),
     )  # fmt: skip
@@ -200,17 +225,21 @@ def weight_grad(
     dw: Tensor, p: Tensor, q: Tensor, first: Tensor, routing: Routing, plan: Plan
 ) -> None:
     """dw `[E, M, N]`, any strides: sum over an expert's slots of p[slot]^T q[slot]."""
+    if dw.stride(1) == 1 < dw.stride(2):
+        dw, p, q = dw.transpose(1, 2), q, p
     (n_experts, m, n), tile = dw.shape, plan.weight
     m_blocks, n_blocks = cdiv(m, tile.rows), cdiv(n, tile.columns)
-    tma = plan.tma and aligned(p) and aligned(q)
-    operands = (p, q)
+    tma = plan.tma and aligned(p) and aligned(q) and aligned(dw)
+    operands = (dw, p, q)
     if tma:
-        blocks = ([tile.depth, tile.rows], [tile.depth, tile.columns])
+        depth, rows, columns = tile.depth, tile.rows, tile.columns
+        blocks = ([1, rows, columns // 2], [depth, rows], [depth, columns])
         operands = map(TensorDescriptor.from_tensor, operands, blocks)
+    result, *operands = operands
     launch(
-        kernels.weight_grad_kernel, tile.grid(q.device, n_experts * m_blocks * n_blocks), q.device, dw, *dw.stride(),
-        *operands, first, routing.totals, n_experts, m, n, m_blocks, n_blocks,
-        TMA=tma, PRECISION=plan.precision, ROWS=plan.up.rows, **tile.meta(),
+        kernels.weight_grad_kernel, tile.grid(q.device, n_experts * m_blocks * n_blocks), q.device,
+        result, *dw.stride(), *operands, first, routing.totals, n_experts, m, n, m_blocks, n_blocks,
+        TMA=tma, PRECISION=plan.precision, ROWS=plan.up.rows, EXPERTS=block_of(n_experts), GROUP=_GROUP, **tile.meta(),
     )  # fmt: skip
 
 

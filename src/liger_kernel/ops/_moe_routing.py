@@ -4,8 +4,8 @@ A pair t * K + k says that token t sends a copy of itself to expert `index[t, k]
 between the gather and the combination. Rows stand in the order of their experts, equal experts in the order of their
 pairs. An index outside [0, E) belongs to nobody (expert parallelism marks pairs of other ranks so) and makes no row.
 
-Four launches: count pairs per (block, expert); scan the counts over blocks; offsets and tiles; place every pair. No
-atomics and no look from the host: buffers are sized for the worst case, and the number of tiles stays on the device.
+Three launches: count pairs per (block, expert); scan the counts over blocks; place every pair and describe the tiles.
+No atomics and no look from the host: buffers are sized for the worst case, and the number of tiles stays on the device.
 Moved: index twice, four bytes a pair for each result, and the counts, 4 E bytes for every 256 pairs.
 """
 
@@ -18,8 +18,9 @@ from liger_kernel.ops._op import dense, named
 from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
 
 _PAIRS = 256  # a program counts, or ranks against each other and places
+_OTHERS = 32  # against which it ranks them at a time
 _COLUMNS, _SCAN = 16, 256  # experts a program scans, blocks at a time
-_TILES = 64  # a program describes
+_TILES = 16  # a program describes
 
 # 1 kernels
 
@@ -52,23 +53,20 @@ def _scan_kernel(COUNTS, TOTALS, n_blocks, n_experts, BLOCKS: tl.constexpr, COLU
 
 
 @triton.jit
-def _tile_kernel(
-    OFFSETS, TILES, N_TILES, TOTALS, n_experts,
+def _describe(
+    OFFSETS, TILES, N_TILES, first_tile, totals, ends, n_experts,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """Each tile's expert, first row and end of rows; each expert's first row."""
-    cols = tl.arange(0, EXPERTS)
-    totals = tl.load(TOTALS + cols, mask=cols < n_experts, other=0)
-    ends = tl.cumsum(totals, axis=0)
-    starts = ends - totals
+    """MANY tiles from `first_tile` on; with the first one, each expert's first row and the number of tiles."""
+    cols, starts = tl.arange(0, EXPERTS), ends - totals
     tiles = (totals + (ROWS - 1)) // ROWS
     tile_ends = tl.cumsum(tiles, axis=0)
     n_tiles = tl.sum(tiles, axis=0)
-    if tl.program_id(0) == 0:
+    if first_tile == 0:
         tl.store(N_TILES, n_tiles)
         tl.store(OFFSETS + cols, starts, mask=cols < n_experts)
         tl.store(OFFSETS + n_experts, tl.sum(totals, axis=0))
-    tile = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    tile = first_tile + tl.arange(0, MANY)
     mine = (tile_ends - tiles)[None, :] <= tile[:, None]
     mine = mine & (tile[:, None] < tile_ends[None, :])
     expert = tl.sum(tl.where(mine, cols[None, :], 0), axis=1)
@@ -81,22 +79,48 @@ def _tile_kernel(
 
 
 @triton.jit
-def _place_kernel(
-    PAIR, TOKEN, POSITION, INDEX, COUNTS, OFFSETS, n_pairs, n_experts, top_k, PAIRS: tl.constexpr
+def _place(
+    PAIR, TOKEN, POSITION, INDEX, COUNTS, block, starts, n_pairs, n_experts, top_k,
+    PAIRS: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    block, lane = tl.program_id(0), tl.arange(0, PAIRS)
-    pair = block * PAIRS + lane
+    """A row for every pair of a block, and what it holds. `starts`: each expert's first row."""
+    lane, first = tl.arange(0, PAIRS), block * PAIRS
+    pair = first + lane
     m_pair = pair < n_pairs
     expert = tl.load(INDEX + pair, mask=m_pair, other=-1)
     m_kept = (expert >= 0) & (expert < n_experts)
-    expert = expert.to(tl.int32)
-    earlier = (expert[None, :] == expert[:, None]) & (lane[None, :] < lane[:, None])
-    row = tl.sum(earlier.to(tl.int32), axis=1)
+    earlier = tl.zeros((PAIRS, OTHERS), tl.int32)
+    for start in range(0, PAIRS, OTHERS):
+        others = start + tl.arange(0, OTHERS)
+        other = tl.load(INDEX + first + others, mask=first + others < n_pairs, other=-1)
+        same = other[None, :] == expert[:, None]
+        earlier += (same & (others[None, :] < lane[:, None])).to(tl.int32)
+    expert = tl.where(m_kept, expert, 0).to(tl.int32)
+    row = tl.sum(earlier, axis=1) + tl.gather(starts, expert, 0)
     row += tl.load(COUNTS + block * n_experts + expert, mask=m_kept, other=0)
-    row += tl.load(OFFSETS + expert, mask=m_kept, other=0)
     tl.store(POSITION + pair, tl.where(m_kept, row, -1), mask=m_pair)
     tl.store(PAIR + row, pair, mask=m_kept)
     tl.store(TOKEN + row, pair // top_k, mask=m_kept)
+
+
+@triton.jit
+def _place_kernel(
+    PAIR, TOKEN, POSITION, OFFSETS, TILES, N_TILES, INDEX, COUNTS, TOTALS, n_pairs, n_experts, top_k, n_blocks,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr, PAIRS: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """The first `n_blocks` programs place pairs, the others describe tiles."""
+    cols = tl.arange(0, EXPERTS)
+    totals = tl.load(TOTALS + cols, mask=cols < n_experts, other=0)
+    ends = tl.cumsum(totals, axis=0)
+    block = tl.program_id(0)
+    if block < n_blocks:
+        starts = ends - totals
+        _place(
+            PAIR, TOKEN, POSITION, INDEX, COUNTS, block, starts, n_pairs, n_experts, top_k, PAIRS, OTHERS,
+        )  # fmt: skip
+    else:
+        tile = (block - n_blocks) * MANY
+        _describe(OFFSETS, TILES, N_TILES, tile, totals, ends, n_experts, ROWS, EXPERTS, MANY)
 
 
 # 2 launch
@@ -141,10 +165,10 @@ def moe_routing(index: Tensor, n_experts: int, rows: int) -> tuple[Tensor, ...]:
     meta = {"BLOCKS": _SCAN, "COLUMNS": _COLUMNS, "num_warps": 8}
     grid = (cdiv(n_experts, _COLUMNS),)
     launch(_scan_kernel, grid, device, counts, totals, blocks, n_experts, **meta)
-    meta = {"ROWS": rows, "EXPERTS": experts, "MANY": _TILES, "num_warps": 8}
-    grid = (cdiv(tiles.shape[0], _TILES),)
-    launch(_tile_kernel, grid, device, offsets, tiles, n_tiles, totals, n_experts, **meta)
-    outputs, meta = (pair, token, position), {"PAIRS": _PAIRS, "num_warps": 8}
-    scalars = (*known, index.shape[-1])
-    launch(_place_kernel, (blocks,), device, *outputs, index, counts, offsets, *scalars, **meta)
+    meta = {"ROWS": rows, "EXPERTS": experts, "MANY": _TILES, "PAIRS": _PAIRS, "OTHERS": _OTHERS}
+    grid = (blocks + cdiv(tiles.shape[0], _TILES),)
+    outputs = (pair, token, position, offsets, tiles, n_tiles)
+    inputs = (index, counts, totals)
+    scalars = (*known, index.shape[-1], blocks)
+    launch(_place_kernel, grid, device, *outputs, *inputs, *scalars, **meta, num_warps=8)
     return pair, token, position, totals, offsets, tiles, n_tiles

@@ -27,16 +27,16 @@ def gather_kernel(
     Y, X, sX_row, TOKEN, TILES, N_TILES, n_cols,
     ROWS: tl.constexpr, STEP: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Y[slot] = X[token of its row]."""
+    """Y[slot] = X[token of its row]. The same rows of X are read for several experts; Y is not read soon."""
     if tl.program_id(0) // (ROWS // MANY) < tl.load(N_TILES):
         slots, rows, m_rows, m_slots = _places(TILES, ROWS, STEP, MANY)
         tokens = tl.load(TOKEN + rows, mask=m_rows, other=0)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         m_cols = (cols < n_cols)[None, :]
         at = X + row_base(tokens, sX_row)[:, None] + cols[None, :]
-        x = tl.load(at, mask=m_rows[:, None] & m_cols, other=0.0)
+        x = tl.load(at, mask=m_rows[:, None] & m_cols, other=0.0, eviction_policy="evict_last")
         at = Y + row_base(slots, n_cols)[:, None] + cols[None, :]
-        tl.store(at, x, mask=m_slots[:, None] & m_cols)
+        tl.store(at, x, mask=m_slots[:, None] & m_cols, eviction_policy="evict_first")
 
 
 @triton.jit
