@@ -6,9 +6,11 @@
 A row is MODEL/BATCHxTOKENS/OPTIMIZER with an optional fourth part, `checkpoint` or `lora` (rank 16 on all linear
 layers but the head, which is frozen with the rest). bf16 parameters and optimizer states, sdpa attention; under
 torchrun FSDP2 with every layer and the root a unit of its own, the batch one GPU's. A row that does not fit says so.
+--profile adds where the GPU's milliseconds of a step go.
 """
 
 import argparse
+import collections
 import gc
 import json
 import os
@@ -120,7 +122,41 @@ def measure(
     }
 
 
-def run(row: str, variant: str, device: torch.device, steps: int) -> dict:
+# kind of a kernel -> what its name, after a blank, contains; the first that fits. The rest is "elementwise": additions,
+# copies, sums.
+KINDS = {
+    "attention": ("sdpa", "flash", "fmha", "attention"),
+    "optimizer": ("multi_tensor", "fusedadam", "fusedsgd"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas", "product_kernel", "back_kernel", "splitk"),
+    "head rows": ("_rows_kernel", "target_kernel", "finish_kernel", "close_kernel", "cross_entropy"),
+    "RoPE": ("rope", "rotary"),
+    "gated": ("swiglu", "silu", " _forward_kernel", " _backward_kernel"),
+    "norms": ("norm", " forward_kernel", " backward_kernel", " _sum_kernel"),
+    "elementwise": ("",),
+}  # fmt: skip
+
+
+def profile(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> dict:
+    """Milliseconds of one step's kernels by kind, and the longest ones by name."""
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.get_device_module(ids.device).synchronize()
+    names = collections.Counter()
+    for event in profiler.events():
+        if event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation:
+            names[event.name[:120]] += event.self_device_time_total / 1e3
+    kinds = collections.Counter()
+    for name, ms in names.items():
+        lower = f" {name.lower()}"
+        kind = next(k for k, parts in KINDS.items() if any(part in lower for part in parts))
+        kinds[kind] += ms
+    longest = {name: round(ms, 2) for name, ms in names.most_common(24)}
+    return {"kinds": {k: round(ms, 2) for k, ms in kinds.most_common()}, "longest": longest}
+
+
+def run(row: str, variant: str, device: torch.device, steps: int, profiled: bool) -> dict:
     name, size, optimizer, extra = (*row.split("/"), "")[:4]
     batch, tokens = map(int, size.split("x"))
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -129,7 +165,9 @@ def run(row: str, variant: str, device: torch.device, steps: int) -> dict:
         model = build(name, tokens, device, variant, extra)
         torch.manual_seed(rank)
         ids = torch.randint(MODELS[name]["vocab_size"], (batch, tokens), device=device)
-        return found | measure(model, optimizer_of(model, optimizer), ids, steps)
+        stepper = optimizer_of(model, optimizer)
+        found |= measure(model, stepper, ids, steps)
+        return found | profile(model, stepper, ids) if profiled else found
     except torch.OutOfMemoryError:
         return found | {"peak GiB": "does not fit"}
 
@@ -139,6 +177,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", default=ROWS, metavar="ROW")
     parser.add_argument("--variant", choices=VARIANTS, nargs="+", default=["patched"])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     kind = torch.accelerator.current_accelerator()
     device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
@@ -147,7 +186,7 @@ def main() -> None:
         dist.init_process_group(device_id=device)
     for row in args.rows:
         for variant in args.variant:
-            found = run(row, variant, device, args.steps)
+            found = run(row, variant, device, args.steps, args.profile)
             gc.collect()  # models have cycles
             torch.get_device_module(device).empty_cache()
             if int(os.environ.get("RANK", 0)) == 0:

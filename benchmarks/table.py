@@ -1,9 +1,10 @@
 """What is measured. `liger-kernel bench [ROW ...]` runs it.
 
-Each file of `rows/` is a family of operators: `ROWS`, and the calls of other libraries it can be
-held against. A row names its inputs, its shapes, and the plain torch that users would write without
-this package (`eager`: also what torch.compile compiles and what results are checked against). `ours`
-defaults to the operator's public function, the floor comes from its `OP.cost`.
+Each file of `rows/` is a family of operators: `ROWS`, and the calls of the established library they
+can be held against. A row names its inputs, its shapes, and the plain torch that users would write
+without this package (`eager`: also what torch.compile compiles and what results are checked
+against). `ours` defaults to the operator's public function, the floor comes from its `OP.cost`.
+Calls of other libraries stand in `peers.py`, the rows of `--sizes` in `sizes.py`.
 """
 
 import importlib.util
@@ -12,9 +13,11 @@ from typing import Any
 
 from liger_kernel.bench.row import Bench, Peer
 
+_HERE = Path(__file__).parent
+
 
 def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"benchmark_rows_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"benchmark_{path.parent.name}_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
@@ -22,7 +25,7 @@ def _load(path: Path) -> Any:
     return module
 
 
-_FILES = [_load(path) for path in sorted((Path(__file__).parent / "rows").glob("*.py"))]
+_FILES = [_load(path) for path in sorted((_HERE / "rows").glob("*.py"))]
 
 
 def _calls(name: str) -> dict[str, Any]:
@@ -32,11 +35,15 @@ def _calls(name: str) -> dict[str, Any]:
 
 TABLE: list[Bench] = [row for file in _FILES for row in file.ROWS]
 
-# Other libraries, in processes of their own: `--peer upstream=FOLDER`, the folder that holds the installed package.
-PEERS = {
+# op -> label -> sizes, of `--sizes`
+SIZES: dict[str, dict[str, tuple[int, ...]]] = _load(_HERE / "sizes.py").SIZES
+
+# Other libraries, in processes of their own: `--peer NAME=FOLDER`, the folder that holds the installed package.
+PEERS: dict[str, Peer] = {
     "upstream": Peer(  # bears this package's name
         module="liger_kernel.transformers.functional",
         distribution="liger-kernel",
         calls=_calls("UPSTREAM"),
     ),
+    **_load(_HERE / "peers.py").PEERS,
 }

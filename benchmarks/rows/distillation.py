@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -146,10 +146,8 @@ def _top_k_ours(ops: Any) -> Any:
 def _upstream(name: str) -> Any:
     """The same class of a library that bears this package's name and stands in the place of it."""
 
-    def call(_: Any, **inputs: Tensor) -> Any:
-        return _class_call(name, importlib.import_module("liger_kernel.chunked_loss"))(**inputs)
-
-    return call
+    made = cache(lambda: _class_call(name, importlib.import_module("liger_kernel.chunked_loss")))
+    return lambda _, **inputs: made()(**inputs)
 
 
 def _cost(products: int) -> Any:

@@ -1,5 +1,6 @@
 """Losses of preference and reinforcement learning on hidden states and a head: sequences of one length."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -85,7 +86,8 @@ def _grpo(losses: Any) -> Any:
 
 def _upstream(make: Any) -> Any:
     """The same call of a library that bears this package's name and stands in the place of it."""
-    return lambda _, **inputs: make(importlib.import_module("liger_kernel.chunked_loss"))(**inputs)
+    made = functools.cache(lambda: make(importlib.import_module("liger_kernel.chunked_loss")))
+    return lambda _, **inputs: made()(**inputs)
 
 
 def _cost(products: int) -> Any:

@@ -98,6 +98,8 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
     """|found - reference| / |reference| in the Frobenius norm; the plain distance if the reference is zero."""
     if found.shape != reference.shape:
         raise Wrong(f"shape {list(found.shape)} instead of {list(reference.shape)}")
+    if not found.is_floating_point():  # exact, as fp64 is for these
+        found, reference = found.double(), reference.double()
     distance = torch.linalg.vector_norm(torch.sub(found, reference))
     return (distance / (torch.linalg.vector_norm(reference) or 1.0)).item()
 
@@ -116,7 +118,8 @@ def check(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], limit: f
 def admit(base: Work, function: Function, reference: Mapping[str, Tensor]) -> tuple[Work, Measured]:
     """`function` made ready for timing on the tensors of `base`, or `Wrong` if its results are."""
     work = rewired(base, function)
-    limit = TOLERANCE[next(t.dtype for t in base.inputs.values() if t.is_floating_point())]
+    dtypes = [t.dtype for t in base.inputs.values() if t.is_floating_point()]
+    limit = TOLERANCE[dtypes[0]] if dtypes else 0.0  # integers are exact
     error = check(results(work), reference, limit)
     changed = [
         (name, mine, original)
@@ -243,9 +246,14 @@ def gate(
         try:
             works[name], found[name] = admit(base, build(), truth)
         except Exception as error:
-            lines = str(error).strip().splitlines() or ["no message"]
-            found[name] = Measured(reason=f"{type(error).__name__}: {lines[0]}")
+            found[name] = Measured(reason=one_line(error))
     return works, found
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an error."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def measure(
@@ -262,7 +270,7 @@ def measure(
     timer = Timer(device)
     for mode in modes if works else ():
         budget = seconds / len(modes) / (2 if timer.accelerator else 1)
-        round_seconds = sum(_warm(timer, work, mode) for work in works.values())
+        round_seconds = sum(_warm(timer, work, mode, budget) for work in works.values())
         rounds = min(max(4, int(budget / round_seconds)), 100)
         order = list(balanced(list(works), rounds))
         walls = [timer.wall(works[name], mode) for name in order]
@@ -301,10 +309,20 @@ def free(device: torch.device) -> None:
         _env.memory_module(device).empty_cache()
 
 
-def _warm(timer: Timer, work: Work, mode: str) -> float:
+def tidy(device: torch.device) -> bool:
+    """Give memory back to other processes; False if a kernel's fault has left the device unusable in this one."""
+    try:
+        free(device)
+        _env.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _warm(timer: Timer, work: Work, mode: str, budget: float) -> float:
     """Call until clocks and caches are warm; seconds one shot takes, all around it included."""
     begin, calls = time.perf_counter(), 0
-    while calls < 3 or time.perf_counter() - begin < _WARM_SECONDS:
+    while calls < 3 or time.perf_counter() - begin < min(_WARM_SECONDS, budget):
         timer.wall(work, mode)
         calls += 1
     return (time.perf_counter() - begin) / calls

@@ -104,5 +104,7 @@ class Storages(TorchDispatchMode):
 
 def _storages_of(tree: Any) -> list[torch.UntypedStorage]:
     leaves = tree_leaves(tree)
-    found = [x.untyped_storage() for x in leaves if isinstance(x, Tensor)]
+    found = [
+        x.untyped_storage() for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided
+    ]
     return found + [x for x in leaves if isinstance(x, torch.UntypedStorage)]  # set_(storage)

@@ -2,7 +2,8 @@
 
 A record is one line of JSON: one provider at one row in one mode.
 
-    row op provider mode      "rms_norm/8192x4096" "rms_norm" "ours" "forward+backward"
+    row op sizes              "rms_norm/8192x4096" "rms_norm" [8192, 4096]
+    provider mode             "ours" "forward+backward"
     status reason             "ok", or "failed" and why (then nothing below)
     error overwrites          worst relative error against fp32; caller's tensors it wrote over
     clock                     which time is held against the floor: "kernel", "wall", or "cpu"
@@ -11,7 +12,7 @@ A record is one line of JSON: one provider at one row in one mode.
     floor_ms percent          what the card needs at least, and 100 * floor / ms
     peak_mib                  above the inputs, outputs and gradients included
     host_us                   per call at the row's tiny shape
-    device versions           the machine
+    device versions           the machine, and the peers of the run
 """
 
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+_SHOWN = 8  # rows named in one line
 SLACK = 1.05  # how much farther from its floor a row may be than in an earlier run
 _MODES = {"forward": "fwd", "backward": "bwd", "forward+backward": "both"}
 _REASON_WIDTH = 52  # columns
@@ -91,6 +93,66 @@ def _sorted(records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda r: (order[r["row"]], modes.index(r["mode"] or modes[-1])))
 
 
+# Going on with a run --------------------------------------------------------------------------------------------------
+
+_MUST_AGREE = ("python", "torch", "triton", "liger_kernel")  # and a peer, for its own records
+
+
+def resumed(path: Path, device: str, versions: Mapping[str, str]) -> list[Record]:
+    """The records of a run that was cut, none if it has not begun; an unfinished last line is cut off the file.
+
+    They must come from this card and these versions: ValueError otherwise. Failed rows count as done, or a row that
+    takes the process down would be begun for ever; delete its lines to have it run again. Edits of the sources
+    within one version are not seen.
+    """
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    records = read(path) if whole else []
+    for r in records:
+        known = {k: v for k, v in r["versions"].items() if k in (*_MUST_AGREE, r["provider"])}
+        other = {k: v for k, v in known.items() if versions.get(k, v) != v}
+        if r["device"] != device:
+            other["card"] = r["device"]
+        if other:
+            raise ValueError(
+                f"--resume: {path} was measured with {_named(other)}, this is "
+                f"{_named({'card': device, **versions}, other)}. Name another file, or leave --resume out "
+                "to begin it anew."
+            )
+    return records
+
+
+def _named(versions: Mapping[str, str], only: Iterable[str] = ()) -> str:
+    return ", ".join(f"{name} {versions[name]}" for name in only or versions)
+
+
+# Against eager --------------------------------------------------------------------------------------------------------
+
+_NOISE = 1.02
+
+
+def against_eager(records: Iterable[Record]) -> str:
+    """One line for each row where ours takes over 2 % longer than eager, by either clock, and their number."""
+    times = {(r["row"], r["provider"], r["mode"]): r for r in records if r["status"] == "ok"}
+    compared, lines = 0, []
+    for (row, provider, mode), ours in times.items():
+        eager = times.get((row, "eager", mode))
+        if provider != "ours" or eager is None:
+            continue
+        compared += 1
+        ratios = {
+            clock: ours[f"{clock}_ms"] / eager[f"{clock}_ms"]
+            for clock in ("kernel", "wall")
+            if ours[f"{clock}_ms"] and eager[f"{clock}_ms"]
+        }
+        if any(ratio > _NOISE for ratio in ratios.values()):
+            found = ", ".join(f"{clock} {ratio:.2f} x" for clock, ratio in ratios.items())
+            lines.append(f"slower than eager: {row} {mode}: {found}")
+    return "\n".join([*lines, f"ours is slower than eager in {len(lines)} of {compared} cases"])
+
+
 # Against an earlier run -----------------------------------------------------------------------------------------------
 
 
@@ -106,25 +168,49 @@ def same_device(baseline: Sequence[Record], device: str) -> None:
 def regressions(baseline: Iterable[Record], records: Iterable[Record]) -> list[str]:
     """One line for each record of ours that is over 5 % farther from its floor, or has failed since.
 
-    Each run measured its own floor, so a slower clock or a hotter card cancels. Rows in only one of
-    them are not compared.
+    Each run measured its own floor, so a slower clock or a hotter card cancels. `uncompared` names
+    what stands in one of them alone.
     """
-    now: dict[tuple[str, str], dict[str | None, Record]] = {}
-    for r in records:
-        now.setdefault((r["row"], r["provider"]), {})[r["mode"]] = r
+    now = {_key(r): r for r in records}
     lines = []
-    for old in baseline:
-        modes = now.get((old["row"], old["provider"]))
-        if not is_ours(old) or old["status"] != "ok" or modes is None:
-            continue
-        name = f"{old['row']} {old['provider']} {old['mode']}"
-        new = modes.get(old["mode"])
+    for key, old in _comparable(baseline).items():
+        name, new = " ".join(key), now.get(key)
         if new is None:
-            failed = modes.get(None)
+            failed = now.get((*key[:2], ""))
             if failed is not None:
                 lines.append(f"worse: {name}: failed: {failed['reason']}")
             continue
         before, after = (r["ms"] / r["floor_ms"] for r in (old, new))
-        if after > SLACK * before:
+        if after > SLACK * before and old["clock"] == new["clock"]:
             lines.append(f"worse: {name}: {after:.2f} x its floor, was {before:.2f}")
     return lines
+
+
+def uncompared(baseline: Iterable[Record], records: Iterable[Record]) -> list[str]:
+    """What `regressions` could not judge, by reason: rows of ours in one run alone, or timed by different clocks."""
+    records = list(records)
+    old, new = _comparable(baseline), _comparable(records)
+    failed = {key[:2] for key in map(_key, records) if key[2] == ""}
+    found = {
+        "only in the earlier run": [k for k in old if k not in new and k[:2] not in failed],
+        "only in this run": [k for k in new if k not in old],
+        "another clock": [k for k in old if k in new and old[k]["clock"] != new[k]["clock"]],
+    }
+    return [f"not compared, {reason}: {_rows(keys)}" for reason, keys in found.items() if keys]
+
+
+def _rows(keys: Iterable[tuple[str, str, str]]) -> str:
+    """The rows among the keys, by name as far as a terminal has room."""
+    rows = list(dict.fromkeys(row for row, _, _ in keys))
+    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return ", ".join(rows[:_SHOWN]) + more
+
+
+def _key(record: Record) -> tuple[str, str, str]:
+    """Row, provider and mode; no mode if it failed."""
+    return record["row"], record["provider"], record["mode"] or ""
+
+
+def _comparable(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:
+    """What is ours and was measured."""
+    return {_key(r): r for r in records if is_ours(r) and r["status"] == "ok"}

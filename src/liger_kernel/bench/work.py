@@ -53,6 +53,8 @@ class Work:
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
     def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self.grads:
+            return ()
         return torch.autograd.grad(
             outputs, [self.inputs[name] for name in self.grads], self.upstream
         )
