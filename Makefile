@@ -18,8 +18,9 @@ run := $(VENV)/bin/python
 installed := $(VENV)/installed
 endif
 pytest := $(run) -m pytest tests
+others-tests := test-trl test-lightning test-quantised test-hub test-deepspeed test-megatron
 
-.PHONY: demo test test-gpu test-all test-trl test-lightning test-quantised test-hub bench lint docs frameworks clean
+.PHONY: demo test test-gpu test-all $(others-tests) bench lint docs frameworks clean
 
 demo: $(installed)
 	$(run) -m liger_kernel train $(ARGS)
@@ -40,8 +41,8 @@ test-gpu: $(installed)
 	$(pytest) -p no:benchmark -n $(JOBS) -m "not slow" $(ARGS)
 
 # Other people's trainers and layers, in the releases of tests/trainers.txt: an environment for each under build/trainers.
-test-trl test-lightning test-quantised test-hub: export OMP_NUM_THREADS = 1
-test-trl test-lightning test-quantised test-hub: test-%: $(installed)
+$(others-tests): export OMP_NUM_THREADS = 1
+$(others-tests): test-%: $(installed)
 	$(run) tests/trainers.py $* $(ARGS)
 
 bench: $(installed)

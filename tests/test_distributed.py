@@ -3,6 +3,7 @@
 import copy
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -67,6 +68,20 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(does, told):
     began = time.monotonic()
     with pytest.raises(RankFailed, match=told):
         run(_one_rank, 2, does, timeout=3)
+    assert time.monotonic() - began < 20
+
+
+def _worlds(folder):
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=1), 2 + rank, rank)
+
+
+def test_ranks_that_disagree_about_their_number(tmp_path):
+    """Rank 1 waits for a third one: an error that names it, not a hang."""
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 of 2: (?s:.)*_worlds"):
+        run(_worlds, 2, tmp_path, timeout=10)
     assert time.monotonic() - began < 20
 
 

@@ -123,30 +123,49 @@ def _tokens_of(rank, world, tensor):
     return tensor.chunk(world, dim=1)[rank].contiguous()
 
 
+def _keys_of_all(module, query, key, value, attention_mask, scaling=None, **_):
+    """Attention of a split sequence: this rank's tokens look at those of every rank before them."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+    key, value = (
+        all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (key, value)
+    )
+    tokens = query.shape[2]
+    seen = torch.ones(tokens, key.shape[2]).tril(dist.get_rank() * tokens).bool()
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, seen, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
 def _split_sequence():
+    from transformers import AttentionInterface
+
     rank, world = dist.get_rank(), dist.get_world_size()
     plain, whole = tiny("llama"), _ragged(4)
-    shifted = nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)[:, 1:]
-    positions = torch.arange(12).expand(4, 12)
-    # One process: each rank's tokens are rows of their own, as if attention did not cross the border.
-    inputs = {"input_ids": whole["input_ids"], "position_ids": positions, "shift_labels": shifted}
-    stacked = {n: torch.cat(t.chunk(world, dim=1)) for n, t in inputs.items()}
-    expected, wanted = step(plain, **stacked, labels=stacked["shift_labels"])
+    expected, wanted = step(plain, **whole)
     model = copy.deepcopy(plain)
+    AttentionInterface.register("keys_of_all", _keys_of_all)
+    model.set_attn_implementation("keys_of_all")
     liger_kernel.patch(model)
     parallel = nn.parallel.DistributedDataParallel(model)
+    shifted = nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)[:, 1:]
+    inputs = {
+        "input_ids": whole["input_ids"], "position_ids": torch.arange(12).expand(4, 12), "shift_labels": shifted,
+    }  # fmt: skip
     local = {n: _tokens_of(rank, world, t) for n, t in inputs.items()}
+    count = _count(whole["labels"]) / world  # the engine averages
     for labels in ({}, {"labels": local["shift_labels"]}):
-        outputs, found = step(
-            parallel, **local, **labels, num_items_in_batch=shifted.ne(IGNORED).sum() / world
-        )
+        outputs, found = step(parallel, **local, **labels, num_items_in_batch=count)
         assert outputs.logits is None
         torch.testing.assert_close(mean(outputs.loss), expected.loss.detach())
         assert_same({n.removeprefix("module."): g for n, g in found.items()}, wanted)
 
 
-def test_labels_shifted_before_the_split():
-    run(_split_sequence, 2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_split_sequence(ranks):
+    """Labels are shifted before the split; attention crosses the borders, and the last tokens have no label."""
+    run(_split_sequence, ranks)
 
 
 def _split_loss():

@@ -3,11 +3,6 @@
 Against megatron-core itself where it is installed; else against a stand-in with the modules and calls that matter here.
 """
 
-import contextlib
-import importlib
-import importlib.util
-import sys
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same, run
 from isolated import run as fresh
+from standin_megatron import REAL, B, S, V, gpt, megatron, start
 from torch import nn
 
 from liger_kernel.megatron import (
@@ -27,108 +23,7 @@ from liger_kernel.ops.swiglu import reference_packed
 
 pytestmark = pytest.mark.plain
 
-REAL = importlib.util.find_spec("megatron") is not None
-S, B, V = 3, 2, 16
 EVERYTHING = {"rms_norm": True, "cross_entropy": True, "swiglu": True}
-
-
-# The stand-in
-
-
-def _wrapped_torch_norm(config, hidden_size, eps=1e-5, **_):
-    return getattr(nn, config.normalization)(hidden_size, eps=eps)
-
-
-class _WrappedTorchNorm:
-    def __new__(cls, *args, **kwargs):
-        return _wrapped_torch_norm(*args, **kwargs)
-
-
-class _LocalSpecProvider:
-    def layer_norm(self, rms_norm=False, for_qk=False):
-        return _WrappedTorchNorm
-
-
-class _SwiGLUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, fp8_input_store, cpu_offload_input):
-        return reference_packed(input)
-
-
-def _bias_swiglu_impl(input, bias, fp8_input_store=False, cpu_offload_input=False):
-    rows = input.view(-1, input.shape[-1])
-    if bias is not None:
-        return reference_packed(input + bias)
-    function = sys.modules["megatron.core.fusions.fused_bias_swiglu"].SwiGLUFunction
-    return function.apply(rows, fp8_input_store, cpu_offload_input).view(*input.shape[:-1], -1)
-
-
-class _VocabParallel(torch.autograd.Function):
-    """By the definition: log sum exp over all ranks' columns; smoothing over this rank's."""
-
-    @staticmethod
-    def forward(ctx, logits, target, group, smoothing):
-        own, rank = logits.shape[-1], dist.get_rank(group)
-        everyone = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, logits, group)
-        log_p = torch.cat(everyone, -1).log_softmax(-1)
-        share = smoothing * own / (own - 1)
-        columns = slice(rank * own, (rank + 1) * own)
-        goal = (1 - share) * nn.functional.one_hot(target, log_p.shape[-1])[..., columns]
-        ctx.save_for_backward(log_p[..., columns].exp() - goal - share / own)
-        picked = log_p.gather(-1, target[..., None])[..., 0]
-        return -(1 - share) * picked - share * log_p[..., columns].mean(-1)
-
-    @staticmethod
-    def backward(ctx, dloss):
-        return ctx.saved_tensors[0] * dloss[..., None], None, None, None
-
-
-def _unfused(vocab_parallel_logits, target, label_smoothing=0.0):
-    return _VocabParallel.apply(vocab_parallel_logits, target, dist.group.WORLD, label_smoothing)
-
-
-def _fused(vocab_parallel_logits, target, tp_group):
-    return _VocabParallel.apply(vocab_parallel_logits, target, tp_group, 0.0)
-
-
-def _pretend():
-    names = {
-        "models.backends": {"LocalSpecProvider": _LocalSpecProvider, "LNImpl": _WrappedTorchNorm},
-        "models.gpt.gpt_layer_specs": {"LNImpl": _WrappedTorchNorm},
-        "models.common.language_module.language_module": {
-            "fused_vocab_parallel_cross_entropy": _fused
-        },
-        "transformer.torch_norm": {"WrappedTorchNorm": _WrappedTorchNorm},
-        "transformer.transformer_block": {"LayerNormImpl": _WrappedTorchNorm},
-        "tensor_parallel": {"vocab_parallel_cross_entropy": _unfused},
-        "tensor_parallel.cross_entropy": {"vocab_parallel_cross_entropy": _unfused},
-        "fusions.fused_cross_entropy": {"fused_vocab_parallel_cross_entropy": _fused},
-        "fusions.fused_bias_swiglu": {
-            "SwiGLUFunction": _SwiGLUFunction, "bias_swiglu_impl": _bias_swiglu_impl,
-        },
-        "parallel_state": {"get_tensor_model_parallel_group": lambda: dist.group.WORLD},
-    }  # fmt: skip
-    for path, contents in names.items():
-        parts = ["megatron", "core", *path.split(".")]
-        for n in range(1, len(parts) + 1):
-            name = ".".join(parts[:n])
-            module = sys.modules.setdefault(name, types.ModuleType(name))
-            module.__path__ = []
-        vars(module).update(contents)
-
-
-def _megatron(path):
-    return importlib.import_module(f"megatron.core.{path}")
-
-
-def _start():
-    """Megatron on these ranks, all of them one tensor-parallel group."""
-    if not REAL:
-        _pretend()
-        return
-    _megatron("parallel_state").initialize_model_parallel(dist.get_world_size())
-    _megatron("models.gpt")  # call sites that have imported the names already
 
 
 def _config(**changes):
@@ -143,26 +38,26 @@ def _config(**changes):
 
 
 def _rebinding():
-    _start()
-    block, loss = _megatron("transformer.transformer_block"), _megatron("tensor_parallel")
-    call_site = _megatron("models.common.language_module.language_module")
-    provider = _megatron("models.backends").LocalSpecProvider
+    start()
+    block, loss = megatron("transformer.transformer_block"), megatron("tensor_parallel")
+    call_site = megatron("models.common.language_module.language_module")
+    provider = megatron("models.backends").LocalSpecProvider
     apply_liger_kernel_to_megatron(rms_norm=False)
     assert not hasattr(loss.vocab_parallel_cross_entropy, "__liger_patched__")
     apply_liger_kernel_to_megatron(**EVERYTHING)
     after = [
         provider.layer_norm,
         block.LayerNormImpl,
-        _megatron("models.gpt.gpt_layer_specs").LNImpl,
+        megatron("models.gpt.gpt_layer_specs").LNImpl,
         loss.vocab_parallel_cross_entropy,
-        _megatron("tensor_parallel.cross_entropy").vocab_parallel_cross_entropy,
+        megatron("tensor_parallel.cross_entropy").vocab_parallel_cross_entropy,
         call_site.fused_vocab_parallel_cross_entropy,
-        _megatron("fusions.fused_bias_swiglu").SwiGLUFunction,
+        megatron("fusions.fused_bias_swiglu").SwiGLUFunction,
     ]
     assert all(new.__liger_patched__ for new in after)
     apply_liger_kernel_to_megatron(**EVERYTHING)
     assert provider.layer_norm is after[0]
-    assert _megatron("fusions.fused_bias_swiglu").SwiGLUFunction is after[-1]
+    assert megatron("fusions.fused_bias_swiglu").SwiGLUFunction is after[-1]
     assert provider().layer_norm(rms_norm=True) is LigerMegatronRMSNorm
     assert provider().layer_norm(rms_norm=True, for_qk=True) is LigerMegatronRMSNorm
     other = _config(normalization="LayerNorm")
@@ -178,12 +73,12 @@ def test_what_is_rebound():
 
 
 def _missing_name():
-    _start()
-    before = _megatron("tensor_parallel").vocab_parallel_cross_entropy
-    del _megatron("fusions.fused_bias_swiglu").SwiGLUFunction
+    start()
+    before = megatron("tensor_parallel").vocab_parallel_cross_entropy
+    del megatron("fusions.fused_bias_swiglu").SwiGLUFunction
     with pytest.raises(ImportError, match="fused_bias_swiglu has no SwiGLUFunction"):
         apply_liger_kernel_to_megatron(**EVERYTHING)
-    assert _megatron("tensor_parallel").vocab_parallel_cross_entropy is before
+    assert megatron("tensor_parallel").vocab_parallel_cross_entropy is before
 
 
 def test_a_missing_name_changes_nothing():
@@ -208,14 +103,14 @@ except ImportError as error:
 
 
 def _losses():
-    _start()
+    start()
     rank, world = dist.get_rank(), dist.get_world_size()
     draw = torch.Generator().manual_seed(0)
     whole, dloss = 3 * torch.randn(S, B, V, generator=draw), torch.rand(S, B, generator=draw)
     target = torch.randint(V, (S, B), generator=draw)
     unfused, fused = (
-        _megatron("tensor_parallel.cross_entropy"),
-        _megatron("fusions.fused_cross_entropy"),
+        megatron("tensor_parallel.cross_entropy"),
+        megatron("fusions.fused_cross_entropy"),
     )
     names = "vocab_parallel_cross_entropy", "fused_vocab_parallel_cross_entropy"
     calls = [
@@ -252,8 +147,8 @@ def test_vocabulary_parallel_losses():
 
 
 def _activations():
-    _start()
-    fusion = _megatron("fusions.fused_bias_swiglu")
+    start()
+    fusion = megatron("fusions.fused_bias_swiglu")
     x, bias = torch.randn(S, B, 10), torch.randn(10)
     cases = [(x, None), (x[0], None), (x, bias), (x, None, False, True)]
 
@@ -279,20 +174,6 @@ def test_activation():
 # A whole model
 
 
-def _model(parallel_tokens):
-    """A two-layer GPT, tensor parallel, without Transformer Engine."""
-    config = _megatron("transformer").TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, use_cpu_initialization=True,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=nn.functional.silu, add_bias_linear=False,
-        bias_activation_fusion=True, tensor_model_parallel_size=dist.get_world_size(), attention_dropout=0.0,
-        hidden_dropout=0.0, masked_softmax_fusion=False, sequence_parallel=parallel_tokens, qk_layernorm=True,
-    )  # fmt: skip
-    specs, gpt = _megatron("models.gpt.gpt_layer_specs"), _megatron("models.gpt")
-    layer = specs.get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
-    torch.manual_seed(0)
-    return gpt.GPTModel(config, layer, 2 * V, 8, position_embedding_type="rope")
-
-
 def _one_step(model):
     ids = torch.randint(2 * V, (2, 8), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(1, 1, 8, 8).triu(1).bool()
@@ -305,15 +186,12 @@ def _one_step(model):
 
 
 def _gpt():
-    _start()
-    # Megatron asks for a GPU in two places where a CPU would do.
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    _megatron("tensor_parallel.random").get_cuda_rng_tracker().fork = contextlib.nullcontext
-    shipped = _model(False)
+    start()
+    shipped = gpt(qk_layernorm=True)
     expected, wanted = _one_step(shipped)
     apply_liger_kernel_to_megatron(**EVERYTHING)
     for parallel_tokens in (False, True):  # torch's norms refuse the second
-        model = _model(parallel_tokens)
+        model = gpt(qk_layernorm=True, sequence_parallel=parallel_tokens)
         model.load_state_dict(shipped.state_dict())
         norms = [m for m in model.modules() if isinstance(m, LigerMegatronRMSNorm)]
         assert len(norms) == 9

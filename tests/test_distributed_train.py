@@ -1,18 +1,17 @@
 """The command and the examples on several processes."""
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run
-from tiny_run import ASKED, TINY, write
+from tiny_run import ASKED, EXAMPLES, checkpoint, example, write
 
+from liger_kernel import _env
 from liger_kernel.train import UsageError, parallel
 from liger_kernel.train.settings import complete
 
@@ -22,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+DEVICES = _env.device_count(_env.infer_device())
 
 
 @pytest.fixture
@@ -76,10 +75,11 @@ def test_engines_need_a_launcher_and_the_launcher_an_engine(monkeypatch):
 
 
 @pytest.mark.slow
-def test_torchrun(tiny):
+@pytest.mark.parametrize("engine", ["--fsdp", "--ddp"])
+def test_torchrun(tiny, engine):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533",
-        "-m", "liger_kernel", "train", "--fsdp", "--steps=2", "--seq=16", "--device=cpu",
+        "-m", "liger_kernel", "train", engine, "--steps=2", "--seq=16", "--device=cpu",
         f"--model={tiny / 'tiny.json'}", f"--text={tiny / 'text.txt'}", f"--out={tiny / 'out'}",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -94,31 +94,15 @@ def test_torchrun(tiny):
 # The examples
 
 
-def _checkpoint(folder):
-    """A tiny model and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(folder)
-    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-
-
 def _example(name, arguments):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    losses = module.main(arguments)
+    losses = example(name, arguments)
     assert dist.is_initialized()
     return losses
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "trainer"])
 def test_example(tiny, name):
-    _checkpoint(tiny)
+    checkpoint(tiny)
     arguments = [str(tiny), str(tiny / "text.txt"), "--steps=3", "--seq=16"]
     arguments += [f"--out={tiny}"] if name == "trainer" else ["--lr=1e-2"]
     first, second = run(_example, 2, name, arguments)
@@ -127,6 +111,20 @@ def test_example(tiny, name):
     assert all(math.isfinite(loss) for loss in first)
     if name == "fsdp2":
         assert first[-1] < first[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICES < 2, reason="needs two accelerators: accelerate has no FSDP on a CPU")
+def test_accelerate_launch(tiny):
+    checkpoint(tiny)
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2",
+        f"--config_file={EXAMPLES / 'accelerate_fsdp2.yaml'}", str(EXAMPLES / "trainer.py"),
+        str(tiny), str(tiny / "text.txt"), "--steps=2", "--seq=16", f"--out={tiny}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("'loss'") == 2
 
 
 def test_configurations_are_readable():

@@ -1,6 +1,8 @@
 """A vocabulary split over three ranks (17, 17 and 16 classes) gives one process's losses and gradients."""
 
 import functools
+import os
+import time
 
 import distributed
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_kernel
 from liger_kernel.ops import cross_entropy as ce
@@ -112,6 +115,43 @@ def _linear_cross_entropy(budget, dtensor, options):
     _same_gradients(found.loss.sum(), mine, wanted.loss.sum(), whole)
 
 
+def _destination():
+    """dW is added to a sum that exists, sharded, and the weight's hooks still run."""
+    hidden, weight, bias, target = _problem()
+    upstream = torch.linspace(-1, 1, TOKENS).double()
+    whole = _leaves(hidden, weight, bias)
+    wanted = whole_cross_entropy(*whole[:2], target, whole[2], reduction="none").loss
+    wanted.backward(upstream)
+    mine, seen = _leaves(hidden, _part(weight), _part(bias)), []
+    total = torch.full_like(mine[1], 3.0)
+    mine[1].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    for _ in range(2):
+        loss = fused_linear_cross_entropy(
+            mine[0], mine[1], target, mine[2], group=dist.group.WORLD, reduction="none", memory_budget=2000,
+            accumulate_into=total,
+        ).loss  # fmt: skip
+        loss.backward(upstream)
+    _close(total, 3.0 + 2 * _part(whole[1].grad))
+    _close(mine[0].grad, 2 * whole[0].grad)
+    _close(mine[2].grad, 2 * _part(whole[2].grad))
+    assert [gradient.layout for gradient in seen] == [torch.sparse_coo] * 2
+    with pytest.raises(ValueError, match=r"accumulate_into must be .*\[17, 16\]|\[16, 16\]"):
+        lp.linear_logprob(*mine[:2], target, group=dist.group.WORLD, accumulate_into=total[1:])
+    with pytest.raises(ValueError, match='accumulate_into needs reduction="none"'):
+        fused_linear_cross_entropy(*mine[:2], target, group=dist.group.WORLD, accumulate_into=total)
+
+
+def _two_heads():
+    """Of 50 and of 49 classes: some ranks hold as many of either."""
+    hidden, weight, _, target = _problem()
+    for classes in (VOCAB, VOCAB - 1, VOCAB):
+        labels = target.clamp(max=classes - 1)
+        found = lp.linear_logprob(
+            hidden, _part(weight[:classes]), labels, group=dist.group.WORLD
+        ).logp
+        _close(found, lp.reference(hidden, weight[:classes], labels).logp)
+
+
 def _objective():
     hidden, weight, bias, target = _problem()
 
@@ -131,23 +171,35 @@ def _objective():
     _same_gradients(loss, mine, wanted, whole)
 
 
-def _given_logits(smoothing, formula):
+class _NoWaiting(TorchDispatchMode):
+    """Nothing may come from the device to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def _given_logits(smoothing, formula, sizes):
     hidden, weight, _, target = _problem()
     logits = hidden @ weight.t()
     target = target.view(5, 8)
-    (mine,), (whole,) = _leaves(logits.chunk(RANKS, -1)[dist.get_rank()]), _leaves(logits)
+    (mine,), (whole,) = _leaves(logits.split(sizes, -1)[dist.get_rank()]), _leaves(logits)
     kept = mine.detach().clone()
-    loss = vocab_parallel_cross_entropy(
-        mine.view(5, 8, -1), target, dist.group.WORLD, label_smoothing=smoothing,
-        label_smoothing_formula=formula,
-    )  # fmt: skip
+    with _NoWaiting():
+        loss = vocab_parallel_cross_entropy(
+            mine.view(5, 8, -1), target, dist.group.WORLD, label_smoothing=smoothing,
+            label_smoothing_formula=formula,
+        )  # fmt: skip
     share = smoothing * VOCAB / (VOCAB - 1) if formula == "megatron" else smoothing
     wanted = F.cross_entropy(whole, target.view(-1), label_smoothing=share, reduction="none")
     _close(loss.view(-1), wanted)
     upstream = torch.linspace(-1, 1, TOKENS).double()
     (got,) = torch.autograd.grad(loss, mine, upstream.view(5, 8))
     (want,) = torch.autograd.grad(wanted, whole, upstream)
-    _close(got, want.chunk(RANKS, -1)[dist.get_rank()])
+    _close(got, want.split(sizes, -1)[dist.get_rank()])
     assert torch.equal(mine, kept)
 
 
@@ -190,6 +242,9 @@ def _refused():
         lp.linear_logprob(
             hidden, weight[: 20 if dist.get_rank() == 0 else 15], target, group=dist.group.WORLD
         )
+    tokens = TOKENS - (dist.get_rank() == 1)
+    with pytest.raises(ValueError, match=r"the same hidden states .* got \[40, 39, 40\] tokens"):
+        lp.linear_logprob(hidden[:tokens], _part(weight), target[:tokens], group=dist.group.WORLD)
     with pytest.raises(ValueError, match="no class weights"):
         fused_linear_cross_entropy(
             hidden, _part(weight), target, None, torch.ones(VOCAB), group=dist.group.WORLD
@@ -206,10 +261,12 @@ def _everything():
         functools.partial(_linear_cross_entropy, 2000, True, {**smooth, **counted}),
         functools.partial(_linear_cross_entropy, 2000, True, {"use_token_scaling": True}),
         functools.partial(_linear_cross_entropy, 2000, False, {"reduction": "none", **counted}),
+        _destination,
+        _two_heads,
         _objective,
-        functools.partial(_given_logits, 0.0, "pytorch"),
-        functools.partial(_given_logits, 0.1, "pytorch"),
-        functools.partial(_given_logits, 0.1, "megatron"),
+        functools.partial(_given_logits, 0.0, "pytorch", [17, 17, 16]),
+        functools.partial(_given_logits, 0.1, "pytorch", [1, 30, 19]),
+        functools.partial(_given_logits, 0.1, "megatron", [20, 20, 10]),
         _partition,
         _strange_labels,
         _refused,
@@ -220,7 +277,21 @@ def _everything():
 
 
 def test_three_ranks_agree_with_one():
-    assert distributed.run(_everything, RANKS) == [13] * RANKS
+    assert distributed.run(_everything, RANKS) == [15] * RANKS
+
+
+def _die_in_the_loss():
+    hidden, weight, _, target = _problem()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    lp.linear_logprob(hidden, _part(weight), target, group=dist.group.WORLD)
+
+
+def test_a_rank_that_dies_is_named():
+    began = time.monotonic()
+    with pytest.raises(distributed.RankFailed, match="rank 1 of 3: died with exit code 7"):
+        distributed.run(_die_in_the_loss, RANKS, timeout=30)
+    assert time.monotonic() - began < 20
 
 
 def test_one_rank_needs_no_group():

@@ -1,4 +1,4 @@
-"""Run test_NAME.py with every release of NAME in trainers.txt, each in an environment of its own.
+"""Run test_*NAME*.py with every release of NAME in trainers.txt, each in an environment of its own.
 
     python tests/trainers.py trl [arguments of pytest]
 
@@ -43,8 +43,8 @@ def main(name: str, *arguments: str) -> int:
     failed = []
     for release, *packages in releases:
         print(f"{release}:", flush=True)
-        test = ["-m", "pytest", HERE / f"test_{name}.py", *arguments]
-        command = [environment(release, packages), *test]
+        tests = sorted(HERE.glob(f"test_*{name}*.py"))
+        command = [environment(release, packages), "-m", "pytest", *tests, *arguments]
         if subprocess.run(command, cwd=ROOT, env=offline, check=False).returncode:
             failed.append(release)
     print(f"{len(releases) - len(failed)} of {len(releases)} releases passed", *failed)

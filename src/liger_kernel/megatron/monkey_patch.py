@@ -4,10 +4,11 @@
                     Megatron's wrapper of torch's. LayerNorm, L2Norm and Transformer Engine's norms stay what they are
     cross_entropy   vocab_parallel_cross_entropy and fused_vocab_parallel_cross_entropy
     swiglu          SwiGLUFunction, which bias_swiglu_impl uses without a bias; fp8 and offloaded inputs stay Megatron's
+    fused_linear_cross_entropy   output layer and loss of LanguageModule and its kinds, see `head.py`
 
 A name is replaced where it is defined and in every module that has imported it by then, so the order of imports does
 not matter. Doing it twice changes nothing. Gradients are ordinary `.grad`s, which Megatron's data parallelism adds to
-the fp32 `main_grad` as it does for its own norms.
+the fp32 `main_grad` as it does for its own norms; that of a fused head can go there directly.
 """
 
 import functools
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from liger_kernel.megatron import head
 from liger_kernel.megatron.cross_entropy import LigerMegatronCrossEntropy
 from liger_kernel.megatron.rms_norm import LigerMegatronRMSNorm
 from liger_kernel.ops.swiglu import swiglu_packed
@@ -28,16 +30,19 @@ _FINAL_NORMS = (
 
 
 def apply_liger_kernel_to_megatron(
-    rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False
-) -> None:
+    rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False,
+    fused_linear_cross_entropy: bool = False,
+) -> None:  # fmt: skip
     """Rebind Megatron-Core's norms, losses and activation to the kernels of this package.
 
     Call it before building the model: specs and modules hold what they found when they were made.
 
     Args:
         rms_norm: RMSNorm of local (not Transformer Engine) layer specs.
-        cross_entropy: the vocabulary-parallel loss, fused or not.
+        cross_entropy: the vocabulary-parallel loss of logits, fused or not.
         swiglu: the fused activation of gated MLPs (`bias_activation_fusion`).
+        fused_linear_cross_entropy: output layer and loss of training calls with labels in one, without logits; dW goes
+            straight to `main_grad` under `gradient_accumulation_fusion`. One product more than with logits.
     Raises:
         ImportError: Megatron-Core is not installed, or has no such name; nothing is changed then.
     """
@@ -51,6 +56,10 @@ def apply_liger_kernel_to_megatron(
         ]
     if swiglu:
         jobs.append(_job("fusions.fused_bias_swiglu", "SwiGLUFunction", _activation))
+    if fused_linear_cross_entropy:
+        jobs += _head_jobs()
+    for job in jobs:
+        _must_have(job.owner, job.name)
     for job in jobs:
         _rebind(job)
 
@@ -65,7 +74,7 @@ class _Job(NamedTuple):
 
 
 def _job(path: str, name: str, make: Callable[[Any], Any]) -> _Job:
-    return _Job(_module(path, name), name, make, everywhere=True)
+    return _Job(_module(path), name, make, everywhere=True)
 
 
 def _module(path: str, *names: str) -> Any:
@@ -79,12 +88,16 @@ def _module(path: str, *names: str) -> Any:
             "flag off that needs it."
         ) from error
     for name in names:
-        if not hasattr(module, name):
-            raise ImportError(
-                f"apply_liger_kernel_to_megatron: {path} has no {name} in this version of Megatron-Core. Switch the "
-                "flag off that needs it."
-            )
+        _must_have(module, name)
     return module
+
+
+def _must_have(owner: Any, name: str) -> None:
+    if not hasattr(owner, name):
+        raise ImportError(
+            f"apply_liger_kernel_to_megatron: {owner.__name__} has no {name} in this version of Megatron-Core. Switch "
+            "the flag off that needs it."
+        )
 
 
 def _rebind(job: _Job) -> None:
@@ -136,6 +149,24 @@ def _final_norm(original: Any) -> type:
             )
 
     return LigerNormImpl
+
+
+# Output layer and loss in one
+
+
+def _head_jobs() -> list[_Job]:
+    model = _module("models.common.language_module.language_module", "LanguageModule")
+    layer = _module("tensor_parallel.layers", "ColumnParallelLinear").ColumnParallelLinear
+    gather = _module("tensor_parallel.mappings", "gather_from_sequence_parallel_region")
+    forward = functools.partial(
+        head.promising_forward, gather=gather.gather_from_sequence_parallel_region
+    )
+    owners = (
+        (model.LanguageModule, "compute_language_model_loss", head.redeeming_loss),
+        (model.LanguageModule, "setup_embeddings_and_output_layer", head.promising_setup),
+        (layer, "forward", forward),
+    )
+    return [_Job(*owner, everywhere=False) for owner in owners]
 
 
 # Losses

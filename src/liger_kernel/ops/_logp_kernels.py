@@ -26,7 +26,7 @@ from torch import Tensor
 from liger_kernel.ops._ce_lanes import transform
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import dense
-from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
+from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch, tl, triton
 
 _MAX_BLOCK = 8192  # columns a program visits at a time
 _NOWHERE = tl.constexpr(2147483647)
@@ -41,6 +41,7 @@ class LogpStats(NamedTuple):
     entropy: Tensor  # [C]
     argmax: Tensor  # [C] int64, the lowest index of the largest logit; -1 without a valid target
     gaps: Tensor  # [C], sum_v (x_v - top)
+    labels: Tensor | None = None  # [C], the targets as a slice reads them (`head.shard`)
 
     @property
     def lse(self) -> Tensor:
@@ -178,7 +179,7 @@ def logp_rows(
         _stats_kernel, (n,), logits.device, logp, top, log_total, entropy, argmax, gaps, logits, logits.stride(0),
         dense(target), logp if shift is None else shift, n, V, ignore_index, inner, outer, FORM=form,
         WANT_H=want_entropy, WANT_ARGMAX=want_argmax, WANT_GAPS=want_gaps, SHARDED=sharded, HAS_SHIFT=shift is not None,
-        BLOCK=block, num_warps=8 if block > 2048 else 4,
+        BLOCK=block, num_warps=8 if block > 2048 else 4, **UNFUSED,
     )  # fmt: skip
     return LogpStats(logp, top, log_total, entropy, argmax, gaps)
 
@@ -196,5 +197,5 @@ def logp_gradient(
         logits.stride(0), dense(target), stats.top if shift is None else shift, stats.top, stats.log_total,
         stats.entropy, dense(a), dense(c), a if b is None else dense(b), a if d is None else dense(d), V, ignore_index,
         inner, outer, slope, FORM=form, HAS_B=b is not None, HAS_D=d is not None, SHARDED=sharded,
-        HAS_SHIFT=shift is not None, BLOCK=block, num_warps=8 if block > 2048 else 4,
+        HAS_SHIFT=shift is not None, BLOCK=block, num_warps=8 if block > 2048 else 4, **UNFUSED,
     )  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import cross_entropy as ce
-from liger_kernel.ops._ce_batch import denominators
+from liger_kernel.ops._ce_batch import denominators, factors
 from liger_kernel.ops._ce_kernels import RowStats, ce_rows
 from liger_kernel.ops._ce_torch import ce_rows_torch
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, is_dtensor, named, require
@@ -96,7 +96,7 @@ def head_cross_entropy(
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
     keep = valid_tokens(labels, ignore_index, num_valid)
     wide = compute_dtype(hidden)
-    scales = denominators(labels, ce_weight, ignore_index, reduction, vocab, wide)
+    scales = factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide)
     each = None if upstream is None else upstream.reshape(-1).expand(n)
     wanted = Wanted(need_dh, need_dw, need_db)
     plain = not (label_smoothing or lse_square_scale or want_accuracy or want_prediction)
@@ -296,6 +296,7 @@ def fused_linear_cross_entropy(
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     memory_budget: int | float | str | None = None, num_valid: int | None = None, group: Any = None,
     logits_dtype: Any = None, impl: str | None = None, low_rank: tuple[Tensor, Tensor] | None = None,
+    accumulate_into: Tensor | None = None,
 ) -> CrossEntropyOutput:  # fmt: skip
     """Cross entropy of a linear head's logits, which never exist as a whole.
 
@@ -319,6 +320,9 @@ def fused_linear_cross_entropy(
             without class weights.
         low_rank: d `[*, r]` and U `[V, r]`, as in `linear_logprob`; without class weights.
         impl: "triton" or "torch" for this call, None for the default choice.
+        accumulate_into: `[V, H]`, where backward adds dW, as in `linear_logprob`; with reduction "none" alone, because
+            a mean's or sum's dW is made in forward, when the factor that the loss will get is not known yet. Without
+            class weights, label smoothing, z-loss and token scaling.
     Returns:
         CrossEntropyOutput: loss fp32 (scalar, or `[*]` for "none"), and where asked z_loss, token_accuracy (fp32) and
         predicted_tokens (int64, -1 on ignored). No valid token: 0, with zero gradients. Only loss is differentiable,
@@ -337,13 +341,19 @@ def fused_linear_cross_entropy(
         "use_token_scaling": use_token_scaling, "return_z_loss": return_z_loss,
         "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
     }  # fmt: skip
-    plain = group is None and logits_dtype is None and low_rank is None
+    require(
+        accumulate_into is None or reduction == "none",
+        f'{name}: accumulate_into needs reduction="none"; got {reduction!r}. Reduce the result.',
+    )
+    plain = all(given is None for given in (group, logits_dtype, low_rank, accumulate_into))
     if not plain or isinstance(weight, Packed) or is_dtensor(weight):
         require(
             ce_weight is None,
-            f"{name}: a sharded, quantised or LoRA head and logits_dtype take no class weights.",
+            f"{name}: a sharded, quantised or LoRA head, logits_dtype and accumulate_into take no class weights.",
         )
         ce.check_options(name, weight.shape[0], None, label_smoothing, reduction, softcap)
+        if accumulate_into is not None:
+            options["accumulate_into"] = accumulate_into
         return objective_cross_entropy(
             input, weight, target, bias, group, post_scale=post_scale, temperature=temperature,
             memory_budget=memory_budget, logits_dtype=logits_dtype, low_rank=low_rank, impl=impl, **options,

@@ -26,6 +26,7 @@ from torch import Tensor
 from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
 from liger_kernel.ops.head import exponentials
+from liger_kernel.ops.head.destination import check_destination, nothing_like
 from liger_kernel.ops.head.engine import Gradients, Wanted, part, placed, run, valid_tokens
 from liger_kernel.ops.head.logits import form_of
 from liger_kernel.ops.head.module import takes_module
@@ -84,16 +85,13 @@ def reference(
 def _pass(
     hidden: Tensor, head: HeadParams, labels: Tensor, ids: Tensor | None, upstream: tuple[Tensor | None, ...] | None,
     ignore_index: int, want_entropy: bool, want_argmax: bool, accum_dtype: torch.dtype | None, budget: int,
-    num_valid: int | None, kernels: bool, wanted: Wanted,
+    num_valid: int | None, kernels: bool, wanted: Wanted, into: Tensor | None = None,
 ) -> tuple[list[Any], Gradients, Tensor | None]:  # fmt: skip
     """Statistics of every kept token, or the gradients under `upstream` (of logp, entropy, selected)."""
     keep = valid_tokens(labels, ignore_index, num_valid)
     call: dict[str, Any] = {
-        "keep": keep,
-        "budget": budget,
-        "accum_dtype": accum_dtype,
-        "targets": labels,
-    }
+        "keep": keep, "budget": budget, "accum_dtype": accum_dtype, "targets": labels, "into": into,
+    }  # fmt: skip
     more = want_entropy or want_argmax or ids is not None or (upstream and upstream[1] is not None)
     if not more and exponentials.apply_to(hidden, head, kernels):
 
@@ -203,7 +201,8 @@ def _stats_of(logp: Tensor) -> LogpStats:
 
 
 def _fake_backward(hidden, weight, target, bias, down, up, *rest):
-    wants = zip((hidden, weight, bias, down, up), rest[-5:], strict=True)
+    own = weight if rest[4] is None else None
+    wants = zip((hidden, own, bias, down, up), rest[-5:], strict=True)
     return tuple(
         hidden.new_empty(0) if t is None or not n else t.new_empty(t.shape) for t, n in wants
     )
@@ -211,20 +210,20 @@ def _fake_backward(hidden, weight, target, bias, down, up, *rest):
 
 @named(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? down, Tensor? up, Tensor? ids,"
-    " Tensor? dlogp, Tensor? dentropy, Tensor? dselected, int ignore_index, float pre_scale, float? softcap,"
-    " float post_scale, str? group, int start, int total, str logits, ScalarType? accum_dtype, int budget,"
-    " int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db, bool need_dd, bool need_du)"
+    " Tensor? dlogp, Tensor? dentropy, Tensor? dselected, Tensor(a!)? into, int ignore_index, float pre_scale,"
+    " float? softcap, float post_scale, str? group, int start, int total, str logits, ScalarType? accum_dtype,"
+    " int budget, int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db, bool need_dd, bool need_du)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def linear_logprob_backward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
-    ids: Tensor | None, dlogp: Tensor | None, dentropy: Tensor | None, dselected: Tensor | None, ignore_index: int,
-    pre_scale: float, softcap: float | None, post_scale: float, group: str | None, start: int, total: int,
-    logits: str, accum_dtype: torch.dtype | None, budget: int, num_valid: int | None, kernels: bool, need_dh: bool,
-    need_dw: bool, need_db: bool, need_dd: bool, need_du: bool,
+    ids: Tensor | None, dlogp: Tensor | None, dentropy: Tensor | None, dselected: Tensor | None, into: Tensor | None,
+    ignore_index: int, pre_scale: float, softcap: float | None, post_scale: float, group: str | None, start: int,
+    total: int, logits: str, accum_dtype: torch.dtype | None, budget: int, num_valid: int | None, kernels: bool,
+    need_dh: bool, need_dw: bool, need_db: bool, need_dd: bool, need_du: bool,
 ) -> Any:  # fmt: skip
-    """-> dh, dw, db, dd, du (empty where not needed)."""
+    """-> dh, dw, db, dd, du (empty where not needed). into: dw is added to it, and comes out empty."""
     transform = (pre_scale, softcap, post_scale)
     head = _head(weight, bias, down, up, transform, group, start, total, logits)
     flat = [
@@ -233,7 +232,7 @@ def linear_logprob_backward(
     ]
     _, grads, _ = _pass(
         hidden, head, target.reshape(-1), ids, tuple(flat), ignore_index, False, False, accum_dtype, budget, num_valid,
-        kernels, Wanted(need_dh, need_dw, need_db, need_dd, need_du),
+        kernels, Wanted(need_dh, need_dw, need_db, need_dd, need_du), into,
     )  # fmt: skip
     return tuple(hidden.new_empty(0) if g is None else g for g in grads.all())
 
@@ -247,7 +246,7 @@ class _LinearLogprob(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Any, target: Tensor, bias: Tensor | None, down: Tensor | None,
         up: Tensor | None, ids: Tensor | None, options: tuple[Any, ...], kernels: bool,
     ) -> Any:  # fmt: skip
-        transform, accum_dtype, (want_entropy, want_argmax), place = options
+        transform, accum_dtype, (want_entropy, want_argmax), place, ctx.into = options
         ctx.packed = None if isinstance(weight, Tensor) else weight
         kept = None if ctx.packed is not None else weight
         ctx.save_for_backward(hidden, kept, target, bias, down, up, ids)
@@ -271,9 +270,11 @@ class _LinearLogprob(torch.autograd.Function):
         dselected = dselected if ids is not None else None
         grads = linear_logprob_backward(
             hidden, weight if ctx.packed is None else ctx.packed, target, bias, down, up, ids, dlogp, dentropy,
-            dselected, *transform, accum_dtype, *place, kernels, *needed,
+            dselected, ctx.into, *transform, accum_dtype, *place, kernels, *needed,
         )  # fmt: skip
         dh, dw, db, dd, du = (g if n else None for g, n in zip(grads, needed, strict=True))
+        if dw is not None and ctx.into is not None:
+            dw = nothing_like(weight)
         return dh, dw, None, db, dd, du, None, None, None
 
 
@@ -308,7 +309,7 @@ def linear_logprob(
     return_entropy: bool = False, return_argmax: bool = False, selected_token_ids: Tensor | None = None,
     accum_dtype: torch.dtype | None = None, memory_budget: int | float | str | None = None,
     num_valid: int | None = None, group: Any = None, logits_dtype: Any = None, impl: str | None = None,
-    low_rank: tuple[Tensor, Tensor] | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None, accumulate_into: Tensor | None = None,
 ) -> LogprobOutput:  # fmt: skip
     """Per-token log-probabilities of `targets` under a linear head, differentiable, without the logits.
 
@@ -327,6 +328,9 @@ def linear_logprob(
         group: the torch.distributed group over which the vocabulary is split, see `ops.head.shard.local_head`.
         logits_dtype: how 16-bit chunks of logits are kept: None, torch.float32 or "offset", see `ops.head.logits`.
         low_rank: d `[*, r]` and U `[V, r]` of a low-rank term, differentiable; dU is summed in fp32. U is split as W.
+        accumulate_into: `[V, H]` (this rank's rows of it), such as an fp32 sum over micro-batches: backward adds dW to
+            it, in the products that make dW and with no other `[V, H]`, and gives the weight an empty sparse gradient,
+            so that its hooks run. Not under torch.compile.
     Returns:
         LogprobOutput: logp `[*]` fp32; entropy fp32, argmax int64, selected fp32 where asked.
     Memory:
@@ -337,7 +341,9 @@ def linear_logprob(
         IndexError: on a CPU, a target out of range; elsewhere that row becomes NaN.
     """
     name = OP.name
-    weight, bias, shard = local_head(name, weight, bias, group)
+    check_destination(name, accumulate_into, weight)
+    tokens = hidden.shape[:-1].numel()
+    weight, bias, shard = local_head(name, weight, bias, group, tokens)
     head = HeadParams(
         weight, bias, pre_scale, softcap, post_scale, temperature, shard, low_rank=low_rank
     )
@@ -356,7 +362,7 @@ def linear_logprob(
     )
     transform = (ignore_index, pre_scale, softcap, post_scale / temperature, *where, form)
     place = (resolve_budget(memory_budget, hidden.device), num_valid)
-    options = (transform, accum_dtype, (return_entropy, return_argmax), place)
+    options = (transform, accum_dtype, (return_entropy, return_argmax), place, accumulate_into)
     logp, entropy, argmax, selected = OP(
         hidden,
         weight,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._logp_kernels import LogpStats
-from liger_kernel.ops._op import choice, first_order, require, rows
+from liger_kernel.ops._op import choice, compute_dtype, first_order, require, rows
 from liger_kernel.ops.head.rows import RowMath
 from liger_kernel.ops.head.shard import shard_of_logits
 from liger_kernel.ops.linear_logprob import OP as ROWS
@@ -29,31 +29,33 @@ _OP = "vocab_parallel_cross_entropy"
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, math: RowMath, share: float, whole: bool
+        ctx: Any, logits: Tensor, target: Tensor, math: RowMath, share: Any, whole: bool
     ) -> Tensor:
         own = math.V
-        stats = math.stats(logits, target, gaps=share > 0.0 and whole)
-        loss = (share - 1.0) * stats.logp
+        stats = math.stats(logits, target, gaps=share is not None and whole)
+        loss = -stats.logp if share is None else (share - 1.0) * stats.logp
         count = own if math.shard is None or not whole else math.shard.total
-        if share > 0.0:
+        if share is not None:
             gaps = stats.gaps if whole else _own_gaps(logits, stats, target, math)
             loss = loss - share * (gaps / count - stats.log_total).where(
                 target != math.ignore_index, 0.0
             )
-        ctx.save_for_backward(logits, target, stats.top, stats.log_total)
+        y = target if stats.labels is None else stats.labels
+        ctx.save_for_backward(logits, y, stats.top, stats.log_total)
         ctx.math, ctx.share, ctx.count = math, share, count
         return loss
 
     @staticmethod
     @first_order(_OP)
     def backward(ctx: Any, dloss: Tensor) -> Any:
-        logits, target, top, log_total = ctx.saved_tensors
-        none = target.new_empty(0)
-        stats = LogpStats(top, top, log_total, none, none, none)
+        logits, y, top, log_total = ctx.saved_tensors
+        none = y.new_empty(0)
+        stats = LogpStats(top, top, log_total, none, none, none, y)
         out = torch.empty_like(logits)
-        a = (ctx.share - 1.0) * dloss
-        d = -ctx.share / ctx.count * dloss if ctx.share else None
-        ctx.math.gradient(out, logits, target, stats, a, -dloss, None, d)
+        smooth = ctx.share is not None
+        a = (ctx.share - 1.0) * dloss if smooth else -dloss
+        d = -ctx.share * dloss / ctx.count if smooth else None
+        ctx.math.gradient(out, logits, y, stats, a, -dloss, None, d)
         return out, None, None, None, None
 
 
@@ -95,15 +97,18 @@ def vocab_parallel_cross_entropy(
         f"{_OP}: label_smoothing must lie in [0, 1); got {label_smoothing}.",
     )
     flat = rows(logits)
-    shard = shard_of_logits(_OP, flat, group)
+    shard = shard_of_logits(flat, group)
     kernels = ROWS.uses_kernels((flat, flat, target, None), impl)
     math = RowMath(flat.shape[1], ignore_index, kernels, shard=shard)
     whole = label_smoothing_mode == "global"
-    classes = flat.shape[1] if shard is None or not whole else shard.total
-    share = label_smoothing
-    if label_smoothing_formula == "megatron" and label_smoothing:
-        require(classes > 1, f"{_OP}: the megatron formula needs at least two classes.")
-        share *= classes / (classes - 1)
+    share: Any = label_smoothing or None
+    if share is not None and label_smoothing_formula == "megatron":
+        classes: Any = flat.shape[1]
+        if shard is not None and whole:
+            classes = shard.total.to(compute_dtype(flat))  # at least two: no rank has none
+        else:
+            require(classes > 1, f"{_OP}: the megatron formula needs at least two classes.")
+        share = share * classes / (classes - 1)
     loss = _VocabParallelCrossEntropy.apply(flat, target.reshape(-1), math, share, whole)
     return loss.view(target.shape)
 

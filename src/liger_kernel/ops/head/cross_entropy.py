@@ -34,8 +34,8 @@ def objective_cross_entropy(
     if reduction == "none":
         require(
             plain and not return_z_loss,
-            f'{_OP}: reduction="none" on a sharded, quantised or LoRA head or with logits_dtype takes no label '
-            'smoothing, z-loss or token scaling; use "sum" or "mean".',
+            f'{_OP}: reduction="none" on a sharded, quantised or LoRA head, logits_dtype or accumulate_into takes no '
+            'label smoothing, z-loss or token scaling; use "sum" or "mean".',
         )
         found = linear_logprob(
             hidden, weight, target, bias=bias, ignore_index=ignore_index, group=group, impl=impl,
@@ -62,7 +62,7 @@ def objective_cross_entropy(
     wants_argmax = return_token_accuracy or return_predicted_tokens
     loss, extras = fused_linear_objective(
         hidden, weight, target, objective, bias=bias, ignore_index=ignore_index, process_group=group, impl=impl,
-        lse=bool(lse_square_scale), mean_logp=bool(label_smoothing), argmax=wants_argmax, **head,
+        lse=bool(lse_square_scale), mean_logp=bool(label_smoothing), argmax=wants_argmax, dense=True, **head,
     )  # fmt: skip
     z = torch.stack([part for part, _, _ in extras]).sum() if extras else scale.new_zeros(())
     accuracy = predicted = None

@@ -106,7 +106,7 @@ def plan_for(hidden: Tensor, head: HeadParams, tokens: int, budget: int, dropped
 def run(
     hidden: Tensor, head: HeadParams, per_row: RowKernel, wanted: Wanted, *,
     keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None, cuts: list[tuple[int, int]] | None = None,
-    targets: Tensor | None = None,
+    targets: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[list[Any], Gradients]:  # fmt: skip
     """Send every (kept) token of hidden `[*, H]` through the head.
 
@@ -114,6 +114,7 @@ def run(
     tokens were dropped, their positions in the batch; out is None, or where to leave the gradient of the logits.
     cuts are the chunks' starts and stops where the caller must choose them, else the plan's. With offset logits, which
     need the `targets` `[N]`, per_row also gets what is to be added to each row.
+    into `[V, H]`: dW is added to what stands there, chunk by chunk, and is not among the gradients returned.
     Returns what per_row returned for every chunk, and the gradients.
     """
     h = rows(hidden)
@@ -124,7 +125,8 @@ def run(
     if cuts is None:
         cuts = todo.slices()
     longest = max((stop - start for start, stop in cuts), default=0)
-    sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, keep is not None)
+    dropped = keep is not None
+    sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, dropped, into)
     logits_of = Logits(
         cast.weight, cast.bias, head.logits, longest, todo.row_stride, wanted.any, up
     )  # fmt: skip
@@ -149,7 +151,7 @@ class Sums:
 
     def __init__(
         self, h: Tensor, cast: HeadParams, head: HeadParams, wanted: Wanted, chunks: int, tokens: int,
-        accum_dtype: torch.dtype | None, hidden_shape: torch.Size, dropped: bool,
+        accum_dtype: torch.dtype | None, hidden_shape: torch.Size, dropped: bool, into: Tensor | None,
     ):  # fmt: skip
         self.cast, self.head, self.hidden_shape = cast, head, hidden_shape
         shape, device = cast.weight.shape, h.device
@@ -158,7 +160,9 @@ class Sums:
         make = torch.zeros if dropped else torch.empty
         self.dh = make(h.shape, dtype=h.dtype, device=device) if wanted.hidden else None
         start = torch.empty if tokens else torch.zeros
-        self.dw = start(shape, dtype=wide, device=device) if wanted.weight else None
+        self.into = into if wanted.weight else None
+        make_dw = wanted.weight and into is None
+        self.dw = start(shape, dtype=wide, device=device) if make_dw else self.into
         exact = compute_dtype(h)
         self.db = torch.zeros(shape[0], dtype=exact, device=device) if wanted.bias else None
         self.dd = self.du = None
@@ -183,12 +187,16 @@ class Sums:
                 accumulate(out[start:stop], dz, factor, first=True)
             else:
                 out.index_copy_(0, index, product(dz, factor, out.dtype))
-        if self.dw is not None:
-            accumulate(self.dw, dz.t(), x, first=start == 0)
+        self.add_weight(dz, x, start)
         if self.du is not None and d is not None:
             accumulate(self.du, dz.t(), d, first=start == 0)
         if self.db is not None:
             self.db += dz.sum(0, dtype=self.db.dtype)
+
+    def add_weight(self, dz: Tensor, x: Tensor, start: int) -> None:
+        """dW += dz^T x, if it is wanted."""
+        if self.dw is not None:
+            accumulate(self.dw, dz.t(), x, first=start == 0 and self.into is None)
 
     def _send(self, out: Tensor, dz: Tensor, factor: Tensor, place: Tensor | slice) -> None:
         """Sum this slice's part of dh or dd over the group in fp32, while dW and dU are made."""
@@ -212,7 +220,7 @@ class Sums:
         down, up = self.head.low_rank or (None, None)
         return Gradients(
             None if self.dh is None else self.dh.view(self.hidden_shape),
-            like(self.dw, self.head.weight),
+            like(self.dw, self.head.weight) if self.into is None else None,
             like(self.db, self.head.bias),
             None if self.dd is None or down is None else self.dd.view(down.shape),
             like(self.du, up),

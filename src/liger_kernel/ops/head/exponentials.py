@@ -25,7 +25,7 @@ from liger_kernel.ops._logp_kernels import transform_of
 from liger_kernel.ops._op import rows
 from liger_kernel.ops._triton import block_of, cdiv, launch
 from liger_kernel.ops.head.engine import Gradients, Sums, Wanted, part
-from liger_kernel.ops.head.logits import accumulate, product
+from liger_kernel.ops.head.logits import product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, chunked
 
@@ -73,6 +73,7 @@ def plan_for(
 def run(
     hidden: Tensor, head: HeadParams, per_token: PerToken, wanted: Wanted, *, targets: Tensor, ignore_index: int,
     keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None, cuts: list[tuple[int, int]] | None = None,
+    into: Tensor | None = None,
 ) -> tuple[list[Any], Gradients]:  # fmt: skip
     """As `head.engine.run`, but per_token gets the log-probabilities of the targets `[N]` of a chunk, and gives their
     derivatives.
@@ -83,7 +84,8 @@ def run(
     n = h.shape[0] if keep is None else keep.numel()
     todo = plan_for(h, head, n, budget, keep is not None, wanted.any)
     cuts = todo.slices() if cuts is None else cuts
-    sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, keep is not None)
+    dropped = keep is not None
+    sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, dropped, into)
     longest = max((stop - start for start, stop in cuts), default=0)
     chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, h)
     found: list[Any] = []
@@ -106,8 +108,7 @@ def _add(
 ) -> None:  # fmt: skip
     """The gradients of a chunk; room `[C, H]` holds f h, and after the product that reads it dh."""
     dz, f = chunk.close(room, a)
-    if sums.dw is not None:
-        accumulate(sums.dw, dz.t(), room, first=start == 0)
+    sums.add_weight(dz, room, start)
     if sums.db is not None:
         sums.db += product(dz.t(), f[:, None].to(dz.dtype), sums.db.dtype)[:, 0]
     if sums.dh is not None:

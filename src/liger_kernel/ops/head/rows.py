@@ -40,18 +40,20 @@ class RowMath:
     ) -> LogpStats:  # fmt: skip
         """Of every row; target `[C]`; shift `[C]` is to be added to the logits."""
         rows = _logp_kernels.logp_rows if self.kernels else _logp_torch.logp_rows_torch
-        y = self._local(target)
+        shard = self.shard
+        y = target if shard is None else shard.labels(target, self.V, self.ignore_index)
         want = {"want_entropy": entropy, "want_argmax": argmax, "want_gaps": gaps}
         found = rows(logits, y, **self._options(), **want, shift=shift)
-        return found if self.shard is None else self.shard.combined(found, y, self.V)
+        return found if shard is None else shard.combined(found, y, self.V)
 
     def gradient(
         self, out: Tensor, logits: Tensor, target: Tensor, stats: LogpStats, a: Tensor, c: Tensor,
         b: Tensor | None = None, d: Tensor | None = None, shift: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write the gradient of the logits to out, which may be the logits; a, c, b, d `[C]`."""
+        """Write the gradient of the logits to out, which may be the logits; a, c, b, d `[C]`; stats: what was found."""
         write = _logp_kernels.logp_gradient if self.kernels else _logp_torch.logp_gradient_torch
-        write(out, logits, self._local(target), stats, a, c, b, d, **self._options(), shift=shift)
+        y = target if stats.labels is None else stats.labels
+        write(out, logits, y, stats, a, c, b, d, **self._options(), shift=shift)
 
     def columns(
         self, logits: Tensor, ids: Tensor, shift: Tensor | None = None
@@ -76,11 +78,6 @@ class RowMath:
             return ids, None
         local = ids - self.shard.start
         return local.clamp(0, self.V - 1), (local >= 0) & (local < self.V)
-
-    def _local(self, target: Tensor) -> Tensor:
-        if self.shard is None:
-            return target
-        return self.shard.labels(target, self.V, self.ignore_index)
 
     def _options(self) -> dict[str, Any]:
         sharded = self.shard is not None

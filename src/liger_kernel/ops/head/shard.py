@@ -28,11 +28,13 @@ IGNORED = -100  # in local labels, whatever the caller's ignore_index
 class VocabShard:
     """This process holds rows `start`, `start` + 1, ... of a head weight of `total` rows; the others lie with the other
     ranks of `group` (the name of a process group), in their order. A slice may be empty on none of them.
+
+    start and total are numbers, or 0-dim tensors where only the device needs them (`shard_of_logits`).
     """
 
     group: str
-    start: int
-    total: int
+    start: Any
+    total: Any
 
     @property
     def process_group(self) -> Any:
@@ -85,7 +87,7 @@ class VocabShard:
         if firsts is not None:
             best = tops.argmax(0)  # the first rank among equals
             argmax = firsts.gather(0, best[None])[0].long().where(known, -1)
-        return LogpStats(logp, top, log_total, entropy, argmax, gap)
+        return LogpStats(logp, top, log_total, entropy, argmax, gap, labels)
 
     def _gathered(self, mine: Tensor) -> Tensor:
         """`[ranks, *mine.shape]`."""
@@ -104,46 +106,65 @@ def _all_gather(everyone: Tensor, mine: Tensor, group: Any) -> None:
 
 
 def local_head(
-    op: str, weight: Tensor, bias: Tensor | None, group: Any
+    op: str, weight: Tensor, bias: Tensor | None, group: Any, tokens: int = 0
 ) -> tuple[Tensor, Tensor | None, VocabShard | None]:
     """A head as its local tensors and where they belong.
 
     A DTensor split along its rows on one mesh dimension says itself where; its local part is differentiable. For a
-    plain tensor with `group`, every rank's `V_local` is asked for (one small collective and one wait; slices in the
-    order of the ranks, none of them empty).
+    plain tensor with `group`, every rank's `V_local` is asked for at every call (one small collective and one wait;
+    slices in the order of the ranks, none of them empty), and its number of `tokens`. The answer is not remembered: it
+    depends on all sizes, and a rank knows its own. Of 50 and of 49 classes on three ranks two hold 17 each time; those
+    would find an answer where the third asks, and it would wait forever. A DTensor needs no question.
 
     Raises:
-        ValueError: a DTensor of another layout, or one together with group.
+        ValueError: a DTensor of another layout, or one together with group; a slice that is empty or larger than
+            torch.chunk's; ranks with different numbers of tokens.
     """
     if is_dtensor(weight):
         require(group is None, f"{op}: a DTensor weight brings its own group; leave group=None.")
         return _of_dtensor(op, weight, bias)
-    if group is None:
+    if _alone(group):
         return weight, bias, None
-    return weight, bias, _asked(op, weight.shape[0], weight.device, group)
-
-
-def shard_of_logits(op: str, logits: Tensor, group: Any) -> VocabShard | None:
-    """Where this rank's columns of logits `[N, V_local]` belong; None if it has all of them."""
-    if group is None or torch.distributed.get_world_size(group) == 1:
-        return None
-    return _asked(op, logits.shape[1], logits.device, group)
-
-
-def _asked(op: str, own: int, device: torch.device, group: Any) -> VocabShard:
-    """By asking every rank for its number of classes."""
-    sizes = torch.empty(torch.distributed.get_world_size(group), dtype=torch.int64, device=device)
-    mine = torch.tensor([own], device=device)
-    _all_gather(sizes, mine, group)
-    counts = sizes.tolist()
+    told = _told((weight.shape[0], tokens), weight.device, group).tolist()
+    counts, everyones = [classes for classes, _ in told], [n for _, n in told]
+    require(
+        min(everyones) == max(everyones),
+        f"{op}: every rank must give the same hidden states and targets; got {everyones} tokens, rank by rank.",
+    )
     before = counts[: torch.distributed.get_rank(group)]
     shard = VocabShard(group.group_name, sum(before), sum(counts))
     require(
         0 < min(counts) and max(counts) <= shard.most,
         f"{op}: every rank must hold {shard.most} classes of the vocabulary, the last ones perhaps fewer but some; got "
-        f"{counts}.",
+        f"{counts}, rank by rank.",
     )
-    return shard
+    return weight, bias, shard
+
+
+def shard_of_logits(logits: Tensor, group: Any) -> VocabShard | None:
+    """Where this rank's columns of logits `[N, V_local]` belong; None if it has all of them.
+
+    The host does not wait: one small collective, whose answer stays on the device.
+    """
+    if _alone(group):
+        return None
+    own = logits.shape[1]
+    ends = _told((own,), logits.device, group)[:, 0].cumsum(0)
+    return VocabShard(group.group_name, ends[torch.distributed.get_rank(group)] - own, ends[-1])
+
+
+def _alone(group: Any) -> bool:
+    return group is None or torch.distributed.get_world_size(group) == 1
+
+
+def _told(mine: tuple[int, ...], device: torch.device, group: Any) -> Tensor:
+    """Every rank's numbers, `[ranks, len(mine)]` int64."""
+    ranks, n = torch.distributed.get_world_size(group), len(mine)
+    everyones = torch.empty(ranks * n, dtype=torch.int64, device=device)
+    # Filled on the device: a copy would make the host wait.
+    given = torch.cat([torch.full((1,), value, device=device) for value in mine])
+    _all_gather(everyones, given, group)
+    return everyones.view(ranks, n)
 
 
 def _of_dtensor(op: str, weight: Any, bias: Any) -> tuple[Tensor, Any, VocabShard | None]:
