@@ -318,6 +318,50 @@ def test_sum_and_count(device):
     torch.testing.assert_close(total, 3 * V * mean)
 
 
+PARTS = {
+    **{
+        kind: lambda h, w, t_h, t_w, y, kind=kind, **o: linear_distillation(
+            h, w, y, teacher_hidden=t_h, teacher_weight=t_w, kind=kind, weight_hard=0.3, **o
+        )
+        for kind in KINDS
+    },
+    "fused_linear_jsd": lambda *args, **o: linear_jsd.fused_linear_jsd(*args, 0.3, return_count=True, **o),
+    "fused_linear_kl_div": lambda h, w, t_h, t_w, y, reduction="batchmean": (
+        linear_kl.fused_linear_kl_div(
+            h, w, (t_h @ t_w.t()).softmax(-1), y, reduction=reduction, return_count=True
+        )
+    ),
+    "JSD": lambda *args, **o: chunked_loss.LigerFusedLinearJSDLoss(return_count=True, **o)(*args),
+    "cosine class": lambda *args, **o: chunked_loss.LigerFusedLinearCosineSimilarityLoss(
+        return_count=True, **o
+    )(*args),
+    "formula": lambda *args, **o: _MSE.apply(
+        *args, head=DistillationOptions(return_count=True, **o)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("name", PARTS)
+def test_micro_batches_add_up_to_the_whole(name, device):
+    """Sums of parts over the count of all, one part without any token that counts."""
+    hidden, weight, *teacher, targets = _batch(device)
+
+    def call(some, **options):
+        t_hidden, t_weight = teacher
+        found = PARTS[name](
+            hidden[some], weight, t_hidden[some], t_weight, targets[some], **options
+        )
+        return found if isinstance(found, tuple) else (found.loss, found.count)
+
+    whole, count = call(slice(None))
+    assert count == 3
+    sums, counts = zip(*(call(some, reduction="sum") for some in ([0], [1], [2, 3])), strict=True)
+    assert [int(c) for c in counts] == [1, 0, 2]
+    total = sum(sums) / sum(counts)
+    _agree([total, *_grads(total, hidden, weight)], [whole, *_grads(whole, hidden, weight)])
+
+
 def test_a_part_of_weight_zero_may_be_infinite(device):
     bias = torch.tensor([0.0, NONE], device=device)
     hidden, weight = torch.zeros(1, 2, device=device), torch.zeros(2, 2, device=device)

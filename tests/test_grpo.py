@@ -190,16 +190,21 @@ def test_number_of_items(loss_type, items):
     check(Batch(), loss_type, budgets=(None,), items=items)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
-def test_parts_with_the_number_of_items_add_up_to_the_whole(loss_type):
-    batch, fn = Batch(), LigerFusedLinearGRPOLoss(loss_type=loss_type)
-    items = int(batch.mask.sum())
+@pytest.mark.parametrize("loss_type", [*CLIPPED, *UNCLIPPED])
+def test_micro_batches_add_up_to_the_whole(loss_type):
+    """Divided by the tokens of all of them, or weighted by their share of sequences or tokens."""
+    batch = Batch()
+    fn = LigerFusedLinearGRPOLoss(loss_type=loss_type, return_count=True, max_completion_length=12)
     hidden, weight, _ = batch.leaves()
-    whole = fn(hidden, weight, **batch.rest())[0]
-    parts = [
-        fn(hidden[s], weight, **{k: x[s] for k, x in batch.rest().items()}, num_items_in_batch=items)[0]
-        for s in (slice(0, 1), slice(1, 4))
-    ]  # fmt: skip
+    whole, (*_, counts) = fn(hidden, weight, **batch.rest())
+    assert counts.tolist() == [B, batch.mask.sum()]
+    parts = []
+    for s in (slice(0, 1), slice(1, 4)):
+        rest = {k: x[s] for k, x in batch.rest().items()}
+        part, (*_, own) = fn(hidden[s], weight, **rest, num_items_in_batch=counts[1])
+        share = own / counts
+        by_items = loss_type in ("dapo", "cispo", "vespo")
+        parts.append(part if by_items else part * share[int(loss_type == "bnpo")])
     torch.testing.assert_close(sum(parts), whole)
     want = torch.autograd.grad(whole, (hidden, weight), retain_graph=True)
     for g, w in zip(torch.autograd.grad(sum(parts), (hidden, weight)), want, strict=True):
@@ -240,6 +245,21 @@ def test_reference_from_its_hidden_states(loss_type):
     torch.testing.assert_close((got, *got_metrics), (want, *want_metrics))
     got.backward()
     assert all(x.grad is None for x in theirs)
+
+
+def test_reference_with_transforms_of_its_own():
+    batch, other = Batch(), Batch(seed=5)
+    theirs = {"ref_input": other.hidden, "ref_weight": other.weight, "ref_bias": other.bias}
+    ref = batch.logp(other.hidden, other.weight, other.bias, temperature=0.8, softcap=2.0, post=1.5)
+    fn = LigerFusedLinearGRPOLoss(
+        temperature=0.8, softcap=5.0, ref_head={"softcap": 2.0, "post_scale": 1.5}
+    )
+    want = fn(batch.hidden, batch.weight, **batch.rest(ref_per_token_logps=ref[0]))
+    got = fn(batch.hidden, batch.weight, **batch.rest(ref_per_token_logps=None), **theirs)
+    torch.testing.assert_close(got, want)
+    fn.ref_head = {"cap": 2.0}
+    with pytest.raises(ValueError, match="ref_head takes softcap, pre_scale, post_scale; got cap"):
+        fn(batch.hidden, batch.weight, **batch.rest(ref_per_token_logps=None), **theirs)
 
 
 def test_frozen_parts_and_no_grad():

@@ -143,7 +143,7 @@ def test_factors_that_do_not_fit(device):
     for pair in ((d[:-1], u), (d, u[:-1]), (d[:, 1:], u)):
         with pytest.raises(ValueError, match="low_rank must be"):
             lp.linear_logprob(h, w, y, low_rank=pair)
-    with pytest.raises(ValueError, match="LoRA head and logits_dtype take no class weights"):
+    with pytest.raises(ValueError, match="take no class weights"):
         fused_linear_cross_entropy(h, w, y, b, torch.ones(CLASSES), low_rank=(d, u))
 
 

@@ -16,6 +16,7 @@ import liger_kernel.transformers
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.model import loss_utils
 from liger_kernel.transformers.patch import flags as flag_names
+from liger_kernel.transformers.patch import probe
 from liger_kernel.transformers.patch.apply import seam_of
 
 pytest.importorskip("transformers")
@@ -449,3 +450,13 @@ import torch
 assert not torch.cuda.is_initialized()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_patching_leaves_the_random_state_alone(family, monkeypatch):
+    """A probe builds modules, which draw weights: the order of the caller's data must not hang on that."""
+    monkeypatch.setattr(probe, "fingerprint", lambda module: object())  # nothing is known yet
+    model = tiny(family)
+    before = torch.get_rng_state()
+    assert liger_kernel.patch(model).count("rms_norm")
+    assert torch.equal(torch.get_rng_state(), before)

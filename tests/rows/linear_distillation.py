@@ -53,9 +53,10 @@ def _drop(function):
 def _opchecks(tensors):
     t = tensors
     args = (
-        t["hidden"], t["weight"], t["bias"], t["targets"], t["teacher_hidden"], t["teacher_weight"], t["teacher_bias"],
-        None, None, None, "jsd", "logits", 0.3, 1.0, 1.0, 0.5, True, IGNORE, [1.0, 0.0, 1.0], [1.0, 0.0, 1.0], "same",
-        1, None, 1 << 20, None, True, True, True, True,
+        t["hidden"], t["weight"], t["bias"], None, None, t["targets"], t["teacher_hidden"], t["teacher_weight"],
+        t["teacher_bias"], None, None, None, None, None, "jsd", "logits", 0.3, 1.0, 1.0, 0.5, True, IGNORE,
+        [1.0, 0.0, 1.0], [1.0, 0.0, 1.0], "same", 1, None, 1 << 20, None, None, 0, 0, True, True, True, True, False,
+        False,
     )  # fmt: skip
     return [(pair.head_pair, args)]
 

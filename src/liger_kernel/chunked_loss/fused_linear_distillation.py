@@ -6,10 +6,12 @@
 The formulas of this package (JSD, cosine) have a kernel: `liger_kernel.ops.linear_distillation`. Any other is called on
 chunks of real logits within the memory budget and differentiated by autograd there; the student's head and hidden
 states still get their gradients from two plain products in the forward pass, and nothing of N x V is kept.
+Under torch.compile such a formula breaks the graph.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel.chunked_loss.preference import check_chunk_size
-from liger_kernel.ops._op import choice, compute_dtype, first_order, require
+from liger_kernel.ops._op import choice, compute_dtype, first_order, is_dtensor, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head.engine import Wanted, run
-from liger_kernel.ops.head.pair import Teacher, check_teacher, pair_form
+from liger_kernel.ops.head.module import takes_module
+from liger_kernel.ops.head.pair import Teacher, check_teacher, constant, pair_form
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 
@@ -36,6 +39,7 @@ class DistillationOptions:
     reduction: "mean" or "sum". return_count: return also how many tokens count, last.
     accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`. logits_dtype: None or
         torch.float32, how 16-bit chunks of both logits are kept.
+    group: the torch.distributed group over which the vocabulary is split; not for a formula of one's own.
     """
 
     softcap: float | None = None
@@ -51,13 +55,15 @@ class DistillationOptions:
     num_valid: int | None = None
     logits_dtype: Any = None
     impl: str | None = None
+    group: Any = None
 
     def __post_init__(self) -> None:
         choice("distillation", "reduction", self.reduction, ("mean", "sum"))
 
     def of_op(self) -> dict[str, Any]:
         """The keywords of `linear_distillation`."""
-        return {name: value for name, value in asdict(self).items() if name != "return_count"}
+        names = [f.name for f in fields(self) if f.name != "return_count"]
+        return {name: getattr(self, name) for name in names}
 
 
 def results(
@@ -154,7 +160,7 @@ class LigerFusedLinearDistillationBase:
         Args:
             cls: the class whose `distillation_loss_fn` is the formula. ctx: unused.
             student_input: `[*, H]`. student_weight: `[V, H]`. teacher_input: `[*, H']`.
-            teacher_weight: `[W, H']`, W >= V. target: `[*]` class indices.
+            teacher_weight: `[W, H']`, W >= V. Either head may be a module. target: `[*]` class indices.
             student_bias: `[V]`, teacher_bias: `[W]`, or None.
             chunk_size, compiled: accepted; chunks follow from head.memory_budget, and nothing needs compiling.
             compute_ce_loss: without it the hard loss is 0.
@@ -169,30 +175,16 @@ class LigerFusedLinearDistillationBase:
         """
         name, o = cls.__name__, head or DistillationOptions()
         check_chunk_size(name, chunk_size)
-        student = HeadParams(
-            student_weight, student_bias, o.pre_scale, o.softcap, o.post_scale, temperature
-        )
-        teacher = HeadParams(
-            teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach(), o.teacher_pre_scale,
-            o.teacher_softcap, o.teacher_post_scale,
-        )  # fmt: skip
-        hidden = check_head(name, student_input, target, student, ignore_index, classes=True)
-        student = replace(student, logits=pair_form(name, o.logits_dtype, hidden.dtype))
-        t_hidden = check_teacher(name, teacher_input, hidden, teacher).detach()
-        require(
-            teacher_weight.shape[0] >= student_weight.shape[0],
-            f"{name}: the teacher has {teacher_weight.shape[0]} classes, fewer than the student's "
-            f"{student_weight.shape[0]}.",
-        )
         hard = weight_hard_loss if compute_ce_loss else 0.0
         want_hard = compute_ce_loss and (hard != 0.0 or return_soft_hard_loss)
-        call = _Call(
-            cls.distillation_loss_fn, {"beta": beta, **loss_kwargs}, student, teacher, t_hidden, target.reshape(-1),
-            ignore_index, weight_soft_loss, hard, want_hard, o,
-        )  # fmt: skip
-        loss, parts, count = _Distillation.apply(
-            hidden, student_weight, student_bias, call, torch.is_grad_enabled()
+        formula = partial(
+            cls.distillation_loss_fn, ignore_index=ignore_index, beta=beta, **loss_kwargs
         )
+        weights = _Weights(weight_soft_loss, hard, want_hard)
+        loss, parts, count = _of_formula(
+            name, formula, student_input, student_weight, student_bias, teacher_input, teacher_weight, teacher_bias,
+            target, ignore_index, temperature, weights, o,
+        )  # fmt: skip
         return results(loss, parts[0], parts[1], count, return_soft_hard_loss, o.return_count)
 
     @classmethod
@@ -204,19 +196,66 @@ class LigerFusedLinearDistillationBase:
 
 
 @dataclass(frozen=True)
+class _Weights:
+    """Of both losses, and whether the hard one is computed at all."""
+
+    soft: float
+    hard: float
+    want_hard: bool
+
+
+@takes_module("student_input", "student_weight", "student_bias", "student_low_rank")
+@takes_module("teacher_input", "teacher_weight", "teacher_bias", "teacher_low_rank", constant=True)
+def _of_formula(
+    op: str, formula: Formula, student_input: Tensor, student_weight: Any, student_bias: Tensor | None,
+    teacher_input: Tensor, teacher_weight: Any, teacher_bias: Tensor | None, target: Tensor, ignore_index: int,
+    temperature: float, weights: _Weights, o: DistillationOptions,
+    student_low_rank: tuple[Tensor, Tensor] | None = None, teacher_low_rank: tuple[Tensor, Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """-> loss, `[2]` soft and hard, number of tokens."""
+    split = o.group is not None or any(is_dtensor(w) for w in (student_weight, teacher_weight))
+    require(
+        not split,
+        f"{op}: a formula on logits needs whole heads, not slices of a vocabulary.",
+        NotImplementedError,
+    )
+    student = HeadParams(
+        student_weight, student_bias, o.pre_scale, o.softcap, o.post_scale, temperature, low_rank=student_low_rank
+    )  # fmt: skip
+    hidden = check_head(op, student_input, target, student, ignore_index)
+    student = replace(student, logits=pair_form(op, o.logits_dtype, hidden.dtype))
+    teacher = HeadParams(
+        teacher_weight, teacher_bias, o.teacher_pre_scale, o.teacher_softcap, o.teacher_post_scale,
+        low_rank=teacher_low_rank,
+    )  # fmt: skip
+    t_hidden = check_teacher(op, teacher_input, hidden, teacher)
+    require(
+        teacher_weight.shape[0] >= student_weight.shape[0],
+        f"{op}: the teacher has {teacher_weight.shape[0]} classes, fewer than the student's "
+        f"{student_weight.shape[0]}.",
+    )
+    low_rank = None if teacher_low_rank is None else tuple(map(constant, teacher_low_rank))
+    teacher = replace(
+        teacher, weight=constant(teacher_weight), bias=constant(teacher_bias), low_rank=low_rank
+    )
+    call = _Call(
+        formula, student, teacher, constant(t_hidden), target.reshape(-1), ignore_index, weights, o
+    )
+    leaves = (hidden, student_weight, student_bias, *(student_low_rank or (None, None)))
+    return _Distillation.apply(*leaves, call, torch.is_grad_enabled())
+
+
+@dataclass(frozen=True)
 class _Call:
     """A call of a formula that has no kernel."""
 
     formula: Formula
-    loss_kwargs: dict[str, Any]
     student: HeadParams
     teacher: HeadParams
     teacher_hidden: Tensor
     labels: Tensor
     ignore_index: int
-    soft: float
-    hard: float
-    want_hard: bool
+    weights: _Weights
     options: DistillationOptions
 
     def losses(self, z: Tensor, teacher: Tensor, index: Tensor) -> Tensor:
@@ -224,10 +263,9 @@ class _Call:
         s, t, labels = self.student, self.teacher, self.labels.index_select(0, index).long()
         x, y = _transformed(z, s), _transformed(teacher, t)
         padded = F.pad(x / s.temperature, (0, y.shape[-1] - x.shape[-1]))
-        soft = self.formula(
-            padded, y / s.temperature, target=labels, ignore_index=self.ignore_index, **self.loss_kwargs
-        )  # fmt: skip
-        hard = F.cross_entropy(x, labels, reduction="sum") if self.want_hard else x.new_zeros(())
+        soft = self.formula(padded, y / s.temperature, target=labels)
+        want_hard = self.weights.want_hard
+        hard = F.cross_entropy(x, labels, reduction="sum") if want_hard else x.new_zeros(())
         return torch.stack([soft, hard])
 
     def run(self, hidden: Tensor, upstream: Tensor | None, wanted: Wanted) -> Any:
@@ -235,9 +273,10 @@ class _Call:
         keep = (self.labels != self.ignore_index).nonzero().view(-1)
         count = torch.full((), keep.numel(), dtype=torch.float32, device=hidden.device)
         share = 1.0 / max(keep.numel(), 1) if self.options.reduction == "mean" else 1.0
-        weights = torch.tensor([self.soft, self.hard], device=hidden.device) * share
-        o, s, t = self.options, self.student, self.teacher
-        source = Teacher(self.teacher_hidden, t.weight, t.bias, None, None, s.logits, False)
+        factors = (self.weights.soft, self.weights.hard)
+        weights = torch.tensor(factors, device=hidden.device) * share
+        o, s = self.options, self.student
+        source = Teacher(self.teacher_hidden, self.teacher, None, None, s.logits, False)
 
         def per_row(
             logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
@@ -252,14 +291,15 @@ class _Call:
             return parts.detach()
 
         budget = resolve_budget(o.memory_budget, hidden.device)
+        plain = HeadParams(s.weight, s.bias, logits=s.logits, low_rank=s.low_rank)
         found, grads = run(
-            hidden, HeadParams(s.weight, s.bias, logits=s.logits), per_row, wanted, keep=keep,
+            hidden, plain, per_row, wanted, keep=keep,
             accum_dtype=o.accum_dtype, budget=source.students_share(budget, s.weight.shape[0], hidden.element_size()),
         )  # fmt: skip
         parts = torch.stack(found).sum(0) if found else torch.zeros_like(weights)
-        terms = [w * p for w, p in zip((self.soft, self.hard), parts * share, strict=True) if w]
+        terms = [w * p for w, p in zip(factors, parts * share, strict=True) if w]
         loss = sum(terms[1:], terms[0]) if terms else parts.new_zeros(())
-        return loss, parts * share, count, (grads.hidden, grads.weight, grads.bias)
+        return loss, parts * share, count, grads.all()
 
 
 def _transformed(z: Tensor, head: HeadParams) -> Tensor:
@@ -272,10 +312,11 @@ def _transformed(z: Tensor, head: HeadParams) -> Tensor:
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, train: bool
-    ) -> Any:
+        ctx: Any, hidden: Tensor, weight: Any, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+        call: _Call, train: bool,
+    ) -> Any:  # fmt: skip
         ctx.save_for_backward(hidden)
-        ctx.call, ctx.needed = call, ctx.needs_input_grad[:3]
+        ctx.call, ctx.needed = call, ctx.needs_input_grad[:5]
         late = (
             hidden.dtype == torch.float16
         )  # needs the upstream loss scale before its gradient is rounded

@@ -12,7 +12,7 @@ The function sees whole sequences, as many at a time as the memory plan allows, 
 the engine makes log-probabilities and gradients in three matrix products. Masked tokens are dropped before the first.
 """
 
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ NO_REFERENCE = (
     "GRPO: beta != 0 needs a reference. Pass ref_per_token_logps, or ref_input and ref_weight with use_ref_model=True, "
     "or set beta=0."
 )
+
+
+class _Context:
+    """Where an overriding `forward` may leave what it likes."""
 
 
 class LigerFusedLinearPPOBase:
@@ -53,7 +57,7 @@ class LigerFusedLinearPPOBase:
         """-> loss, metrics. Arguments: those of `forward` after ctx."""
         forward: Any = cls.forward
         whose = (cls,) if forward is LigerFusedLinearPPOBase.forward else ()
-        return forward(*whose, SimpleNamespace(), *args, **kwargs)
+        return forward(*whose, _Context(), *args, **kwargs)
 
     @staticmethod  # with cls as an argument, so that overriding class methods may call super().forward(cls=cls, ...)
     def forward(
@@ -69,11 +73,13 @@ class LigerFusedLinearPPOBase:
         use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0,
         vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, num_items_in_batch: Tensor | float | None = None, *,
         softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0,
-        memory_budget: int | float | str | None = None, logits_dtype: Any = None,
+        ref_head: Mapping[str, Any] | None = None, memory_budget: int | float | str | None = None,
+        logits_dtype: Any = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """The loss over `_input` `[B, T, H]`, token ids and mask `[B, T]`, advantages `[B]`.
 
-        With use_ref_model and beta != 0 reference log-probs are those given, or those of ref_input and ref_weight.
+        With use_ref_model and beta != 0 reference log-probs are those given, or those of ref_input and ref_weight,
+        under the transforms ref_head, a dict of softcap, pre_scale, post_scale, if they are not the policy's.
         compiled and chunk_size have no meaning here: the memory plan decides.
         """
         check_shapes(_input, selected_token_ids, attention_mask, advantages)
@@ -85,7 +91,9 @@ class LigerFusedLinearPPOBase:
         reference = ref_per_token_logps
         if use_ref_model and beta != 0:
             theirs = (ref_input, ref_weight, ref_bias)
-            reference = reference_logps(ref_per_token_logps, *theirs, targets, **head)
+            reference = reference_logps(
+                ref_per_token_logps, *theirs, targets, **reference_head(head, ref_head)
+            )
             require(reference is not None, NO_REFERENCE)
         rows = {
             "attention_mask": attention_mask, "advantages": advantages, "ref_per_token_logps": reference,
@@ -106,7 +114,14 @@ class LigerFusedLinearPPOBase:
             return cls._compute_loss_from_logps(logps, tokens.groups, rows, options)
 
         loss, parts = fused_linear_objective(
-            _input, weight, targets, objective, bias=bias, **sequence_groups(targets), **head
+            _input,
+            weight,
+            targets,
+            objective,
+            bias=bias,
+            dense=True,
+            **sequence_groups(targets),
+            **head,
         )
         return loss, tuple(_joined(list(each)) for each in zip(*parts, strict=True))
 
@@ -181,6 +196,18 @@ def reference_logps(
         return given
     with torch.no_grad():
         return linear_logprob(ref_input, ref_weight, targets, bias=ref_bias, **head).logp
+
+
+def reference_head(head: dict[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The policy's options of a head with the reference's own transforms, if there are any; ValueError for others."""
+    if given is None:
+        return head
+    plain = {"softcap": None, "pre_scale": 1.0, "post_scale": 1.0}
+    unknown = given.keys() - plain.keys()
+    require(
+        not unknown, f"GRPO: ref_head takes {', '.join(plain)}; got {', '.join(sorted(unknown))}."
+    )
+    return {**head, **plain, **given}
 
 
 def sequence_groups(targets: Tensor) -> dict[str, Any]:

@@ -6,6 +6,7 @@ independent any chunk of tokens will do, else whole sequences. Masked tokens are
 Memory  dh, dW and db from forward to backward; meanwhile one chunk of logits within memory_budget.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from liger_kernel.chunked_loss.fused_linear_ppo import (
     by_sequence,
     check_shapes,
     masked_targets,
+    reference_head,
     reference_logps,
     sequence_groups,
 )
@@ -31,6 +33,7 @@ from liger_kernel.chunked_loss.grpo_objectives import (
     share,
     token_weights,
 )
+from liger_kernel.chunked_loss.preference import check_reference_slice
 from liger_kernel.ops._op import compute_dtype, require
 from liger_kernel.ops.head.objective import Tokens, fused_linear_objective
 
@@ -91,8 +94,9 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
         num_items_in_batch: Tensor | float | None = None, *, entropy_coef: float = 0.0, softcap: float | None = None,
-        pre_scale: float = 1.0, post_scale: float = 1.0, memory_budget: int | float | str | None = None,
-        logits_dtype: Any = None,
+        pre_scale: float = 1.0, post_scale: float = 1.0, ref_head: Mapping[str, Any] | None = None,
+        memory_budget: int | float | str | None = None, logits_dtype: Any = None, group: Any = None,
+        return_count: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """-> loss, metrics. All arguments as in `LigerFusedLinearGRPOLoss`, in another order."""
         options = GRPOOptions(
@@ -110,7 +114,11 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         reference = None
         if beta != 0:
             theirs = (ref_input, ref_weight, ref_bias) if use_ref_model else (None, None, None)
-            reference = reference_logps(ref_per_token_logps, *theirs, targets, **head)
+            if ref_per_token_logps is None and theirs[1] is not None:
+                check_reference_slice("GRPO", group, weight, theirs[1])
+            reference = reference_logps(
+                ref_per_token_logps, *theirs, targets, group=group, **reference_head(head, ref_head)
+            )
         dtype = compute_dtype(_input)
         weights = reduction_weights(
             attention_mask, attention_mask, num_items_in_batch, options, dtype
@@ -118,8 +126,10 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         given = samples(
             attention_mask, weights, advantages, old_per_token_logps, reference, vllm_is_ratio, options, dtype
         )  # fmt: skip
+        head["process_group"] = group
         loss, sums = _through_head(_input, weight, bias, targets, given, options, head)
-        return loss, metrics(sums, attention_mask, options)
+        found = metrics(sums, attention_mask, options)
+        return loss, (*found, _counts(attention_mask)) if return_count else found
 
 
 def reduction_weights(
@@ -164,6 +174,12 @@ def metrics(sums: Tensor, full_mask: Tensor, options: GRPOOptions) -> tuple[Tens
     return (means[1],) if options.beta == 0 else (means[0], means[1])
 
 
+def _counts(mask: Tensor) -> Tensor:
+    """What `return_count` adds to the metrics."""
+    tokens = (mask != 0).sum().float()
+    return torch.stack([torch.full_like(tokens, mask.shape[0]), tokens])
+
+
 def _through_head(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, given: Samples, options: GRPOOptions,
     head: dict[str, Any],
@@ -181,7 +197,7 @@ def _through_head(
 
     groups = sequence_groups(targets) if options.by_sequence else {}
     loss, parts = fused_linear_objective(
-        hidden, weight, targets, objective, bias=bias, entropy=options.entropy_coef != 0, **groups, **head
+        hidden, weight, targets, objective, bias=bias, entropy=options.entropy_coef != 0, dense=True, **groups, **head
     )  # fmt: skip
     return loss, torch.stack([*parts, given.weight.new_zeros(2)]).sum(0)
 
@@ -191,8 +207,8 @@ _OPTIONS = (
     "beta", "compiled", "use_ref_model", "chunk_size", "epsilon_low", "epsilon_high", "loss_type",
     "max_completion_length", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg",
     "temperature", "delta", "use_bias_correction_kl", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-    "vespo_lambda_neg", "entropy_coef", "softcap", "pre_scale", "post_scale", "memory_budget",
-    "logits_dtype",
+    "vespo_lambda_neg", "entropy_coef", "softcap", "pre_scale", "post_scale", "ref_head",
+    "memory_budget", "logits_dtype", "group", "return_count",
 )  # fmt: skip
 
 
@@ -214,8 +230,14 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         use_ref_model: may ref_input and ref_weight serve as the reference.
         compiled, chunk_size: accepted; the memory plan of the engine decides.
         entropy_coef: subtract this times each token's entropy from its loss.
-        softcap, pre_scale, post_scale: transforms between product and logits, the reference's too.
+        softcap, pre_scale, post_scale: transforms between product and logits.
+        ref_head: those of the reference's, a dict of the same three names; None for the policy's own.
         memory_budget, logits_dtype: as in `fused_linear_cross_entropy`.
+        group: the torch.distributed group over which the vocabulary is split, see `linear_logprob`; the reference's
+            head is this rank's slice as well. Not needed for DTensors.
+        return_count: the metrics end with this call's `[2]` fp32 counts, sequences and tokens. Losses of micro-batches
+            that do not take num_items_in_batch, times their share of the step's sequences (bnpo: of its tokens), add
+            up to the whole's.
     Raises:
         ValueError: an unknown loss_type or level, options the loss would ignore, values out of range.
     """
@@ -228,7 +250,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, *,
         entropy_coef: float = 0.0, softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0,
-        memory_budget: int | float | str | None = None, logits_dtype: Any = None,
+        ref_head: Mapping[str, Any] | None = None, memory_budget: int | float | str | None = None,
+        logits_dtype: Any = None, group: Any = None, return_count: bool = False,
     ):  # fmt: skip
         super().__init__()
         GRPOOptions(
@@ -238,6 +261,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         self.beta, self.use_ref_model, self.temperature = beta, use_ref_model, temperature
         self.compiled, self.chunk_size = compiled, chunk_size
         self.memory_budget, self.logits_dtype = memory_budget, logits_dtype
+        self.group, self.return_count = group, return_count
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
         self.loss_type, self.importance_sampling_level = loss_type, importance_sampling_level
         self.max_completion_length = max_completion_length
@@ -247,6 +271,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         self.softcap, self.pre_scale, self.post_scale = softcap, pre_scale, post_scale
+        self.ref_head = ref_head
 
     def forward(
         self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from liger_kernel.ops._op import compute_dtype, require
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_kernel.ops.head.engine import Wanted, run, valid_tokens
+from liger_kernel.ops.head.logit_sums import capped_logit_sums
 from liger_kernel.ops.head.module import takes_module
 from liger_kernel.ops.head.objective import Tokens, fused_linear_objective
-from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import resolve_budget
+from liger_kernel.ops.head.shard import local_head
 from liger_kernel.ops.linear_logprob import linear_logprob
 
 _TRANSFORMS = ("softcap", "pre_scale", "post_scale")
@@ -50,6 +50,8 @@ class HeadOptions:
         of all micro-batches of a step, so that their losses add up to one big batch's. None for this call's. Where
         ranks average their gradients, the mean over ranks; 1 for the sum.
     num_tokens_in_batch: the same for the NLL, in tokens of chosen sequences.
+    group: the torch.distributed group over which the vocabulary is split, see `linear_logprob`; the reference's head is
+        this rank's slice as well. Not needed for DTensors.
     return_count: the metrics end with this call's own `[2]` fp32 counts, pairs (sequences) and tokens of the NLL (0
         unpaired).
     """
@@ -64,6 +66,7 @@ class HeadOptions:
     impl: str | None = None
     num_items_in_batch: Tensor | float | None = None
     num_tokens_in_batch: Tensor | float | None = None
+    group: Any = None
     return_count: bool = False
 
     def __post_init__(self) -> None:
@@ -108,6 +111,18 @@ def reference_of(
     return Reference(hidden, weight, bias)
 
 
+def check_reference_slice(op: str, group: Any, weight: Any, theirs: Any) -> None:
+    """ValueError if a reference's head cannot be the slice of classes that the policy's is: a whole one would be taken
+    for a slice of a larger vocabulary.
+    """
+    own = weight.shape[0] if group is not None and isinstance(weight, Tensor) else None
+    require(
+        own is None or (isinstance(theirs, Tensor) and theirs.shape[0] == own),
+        f"{op}: with group the reference's head must be this rank's slice, {own} rows as the policy's; got "
+        f"{list(theirs.shape) if isinstance(theirs, Tensor) else type(theirs).__name__}.",
+    )
+
+
 def check_chunk_size(op: str, chunk_size: int) -> None:
     """chunk_size has no effect here (chunks follow from memory_budget), but a wrong one is an
     error.
@@ -131,6 +146,7 @@ class Batch:
             f"{list(target.shape)}.",
         )
         self.op, self.hidden, self.weight, self.bias = op, hidden, weight, bias
+        self.own = local_head(op, weight, bias, options.group, target.numel())
         self.low_rank = low_rank
         self.target, self.ignore_index, self.options = target, ignore_index, options
         self.dtype = compute_dtype(hidden)
@@ -148,9 +164,11 @@ class Batch:
         """l of every sequence under the reference `[B]`, without gradients."""
         if reference is None:
             return None
+        group = self.options.group
+        check_reference_slice(self.op, group, self.weight, reference.weight)
         with torch.no_grad():
             found = linear_logprob(
-                reference.hidden, reference.weight, self.target, bias=reference.bias,
+                reference.hidden, reference.weight, self.target, bias=reference.bias, group=group,
                 ignore_index=self.ignore_index, memory_budget=self.options.memory_budget,
                 logits_dtype=self.options.logits_dtype, impl=self.options.impl, **self.options.reference(),
             )  # fmt: skip
@@ -163,17 +181,37 @@ class Batch:
             self.hidden, self.weight, self.target, objective, bias=self.bias, n_groups=n,
             group=group[:, None].expand_as(self.target), ignore_index=self.ignore_index,
             accum_dtype=options.accum_dtype, memory_budget=options.memory_budget,
-            logits_dtype=options.logits_dtype, impl=options.impl, low_rank=self.low_rank, **options.policy(),
+            logits_dtype=options.logits_dtype, dense=True, process_group=options.group, impl=options.impl,
+            low_rank=self.low_rank, **options.policy(),
         )  # fmt: skip
         return loss, [_merged(values) for values in zip(*parts, strict=True)]
 
+    @property
+    def vocab(self) -> int:
+        """Classes of the whole head."""
+        weight, _, shard = self.own
+        return weight.shape[0] if shard is None else shard.total
+
     def logit_sums(self) -> Tensor:
         """The sum of the logits over each sequence's tokens and the vocabulary `[B]`."""
+        sums, shard = self._own_logit_sums(), self.own[2]
+        if shard is not None:
+            torch.distributed.all_reduce(sums, group=shard.process_group)
+        return sums
+
+    def _own_logit_sums(self) -> Tensor:
+        o, (weight, bias, _) = self.options, self.own
         with torch.no_grad():
-            if self.options.softcap is not None:
-                return self._capped_logit_sums()
+            if o.softcap is not None:
+                pair = self.low_rank or (None, None)
+                budget = resolve_budget(o.memory_budget, self.target.device)
+                each = capped_logit_sums(
+                    self.hidden, weight, bias, *pair, self.target, self.ignore_index, o.pre_scale, o.softcap,
+                    budget,
+                )  # fmt: skip
+                return each.view(self.target.shape).sum(-1) * o.post_scale
             sums = torch.zeros_like(self.counts)
-            for x, w in ((self.hidden, self.weight), self.low_rank or (None, None)):
+            for x, w in ((self.hidden, weight), self.low_rank or (None, None)):
                 if x is None or w is None:
                     continue
                 # One sequence at a time: masking everything at once would copy the hidden states.
@@ -183,31 +221,9 @@ class Batch:
                 ])  # fmt: skip
                 # no matrix product: autocast would round it to 16 bits
                 sums = sums + (h * w.sum(0, dtype=self.dtype)).sum(-1)
-            if self.bias is not None:
-                sums = sums + self.counts * self.bias.sum(dtype=self.dtype)
-            return sums * (self.options.pre_scale * self.options.post_scale)
-
-    def _capped_logit_sums(self) -> Tensor:
-        """No way around the logits here: one product, in chunks."""
-        cap, before = self.options.softcap, self.options.pre_scale
-        assert cap is not None
-        labels = self.target.reshape(-1)
-        keep = valid_tokens(labels, self.ignore_index, None)
-
-        def per_row(logits: Tensor, *_: Any) -> Tensor:
-            return logits.to(self.dtype).mul(before / cap).tanh_().sum(-1)
-
-        # each logit is there three times: as the product gives it, and twice in fp32
-        budget = resolve_budget(self.options.memory_budget, labels.device) // 4
-        head = HeadParams(self.weight, self.bias, low_rank=self.low_rank)
-        found, _ = run(
-            self.hidden.detach(), head, per_row, Wanted(), keep=keep, budget=max(budget, 1), accum_dtype=None
-        )  # fmt: skip
-        sums = torch.cat([*found, self.counts.new_empty(0)])
-        if keep is not None:
-            sums = sums.new_zeros(labels.shape).index_copy_(0, keep, sums)
-        each = torch.where(self.valid, sums.view(self.target.shape), 0).sum(-1)
-        return each * (cap * self.options.post_scale)
+            if bias is not None:
+                sums = sums + self.counts * bias.sum(dtype=self.dtype)
+            return sums * (o.pre_scale * o.post_scale)
 
 
 def _merged(values: tuple[Tensor, ...]) -> Tensor:
@@ -272,9 +288,9 @@ def paired_loss(
     elif not compute_nll_loss:
         nll = torch.zeros_like(nll)
     sums = batch.logit_sums().view(2, n).sum(1)
-    means = sums / (batch.counts.view(2, n).sum(1).clamp(min=1) * weight.shape[0])
-    metrics += _counts(options, n, nll_tokens)
-    return loss, (chosen, rejected, means[0], means[1], nll, *metrics)
+    means = sums / (batch.counts.view(2, n).sum(1).clamp(min=1) * batch.vocab)
+    counts = _counts(options, n, nll_tokens)
+    return loss, (chosen, rejected, means[0], means[1], nll, *metrics, *counts)
 
 
 def _counts(options: HeadOptions, n: int, tokens: Tensor) -> list[Tensor]:
@@ -295,7 +311,7 @@ def _nll(batch: Batch, n: int, nll_target: Tensor) -> tuple[Tensor, Tensor]:
         batch.hidden[:n], batch.weight, nll_target[:n], batch.bias, ignore_index=batch.ignore_index,
         low_rank=None if pair is None else (pair[0][:n], pair[1]),
         accum_dtype=options.accum_dtype, memory_budget=options.memory_budget, logits_dtype=options.logits_dtype,
-        impl=options.impl, reduction="mean" if total is None else "sum", **options.policy(),
+        impl=options.impl, group=options.group, reduction="mean" if total is None else "sum", **options.policy(),
     ).loss  # fmt: skip
     tokens = (nll_target[:n] != batch.ignore_index).sum().to(batch.dtype)
     return loss if total is None else loss / total, tokens
@@ -340,5 +356,5 @@ def unpaired_loss(
         for values in (logps, batch.logit_sums())
         for side in (desirable, ~desirable)
     ]
-    metrics += _counts(options, n, batch.counts.new_zeros(()))
-    return loss, (*sums, *metrics)
+    counts = _counts(options, n, batch.counts.new_zeros(()))
+    return loss, (*sums, *metrics, *counts)

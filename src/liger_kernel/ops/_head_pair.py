@@ -84,7 +84,7 @@ def pair_rows(
     loss: PairLoss, logits: Tensor, teacher: Tensor, index: Tensor | None, target: Tensor | None,
     scale: Tensor | None, out: Tensor | None, *, V: int, own: bool = True,
     upstream: tuple[Tensor, Tensor] | None = None, saved: tuple[Tensor, Tensor, Tensor] | None = None,
-    ready: bool = False,
+    stage: str = "whole", slice_: bool = False,
 ) -> Tensor:  # fmt: skip
     """Soft and hard loss of every row, `[2, C]` fp32, and into `out` the gradient (formulas: `_head_pair_kernels`).
 
@@ -96,13 +96,17 @@ def pair_rows(
             strides, that do too. None for 1.
         out: `[C, >= V]`, `logits` itself or another buffer, or None for the losses alone.
         own: logits, out, and a teacher of "logits", are buffers whose padding may be overwritten.
-        saved: where to leave `[2, C]` maximum and log-sum-exp over it of student and teacher, and `[C]` G; under
-            `ready` they are read instead and nothing else is computed than the gradient.
+        saved: where to leave `[2, C]` maximum and log-sum-exp over it of student and teacher, and `[C]` G.
+        stage: "sums" reads those two and makes soft loss and G; "gradient" reads all three and makes nothing but the
+            gradient. Then a hard loss at another temperature than 1 needs a third row of the student's: the log of
+            the sum of exp(temperature (x - maximum)).
+        slice_: the columns are some of a vocabulary: label V is a class elsewhere (not at stage "whole").
     Memory:
         8 bytes a row. No synchronisation.
     """
     n, n_cols, device = logits.shape[0], teacher.shape[1], logits.device
-    stats = torch.empty(2, 0 if ready else n, dtype=torch.float32, device=device)
+    done = stage == "gradient"
+    stats = torch.empty(2, 0 if done else n, dtype=torch.float32, device=device)
     if not loss.want_hard:
         stats[1] = 0
     s_form, in_x, out_x, slope = factors(loss.student_transform, loss.temperature)
@@ -113,9 +117,7 @@ def pair_rows(
     up = (None, 0, None, 0)
     if upstream is not None:
         up = (upstream[0], upstream[0].stride(0), upstream[1], upstream[1].stride(0))
-    programs, meta = shape(
-        logits, n_cols, min(logits.element_size(), teacher.element_size()), ready
-    )
+    programs, meta = shape(logits, n_cols, min(logits.element_size(), teacher.element_size()), done)
     args = (
         stats[0], stats[1], *(saved or (None, None, None)), out, 0 if out is None else out.stride(0), logits,
         logits.stride(0), teacher, teacher.stride(0), index, None if target is None else dense(target), scale, *up, n,
@@ -125,7 +127,7 @@ def pair_rows(
     )  # fmt: skip
     flags = {
         "FORM": loss.form, "TEACHER": loss.teacher, "HARD": hard_form(loss, n_cols != V), "S_FORM": s_form,
-        "T_FORM": t_form, "PADDED": n_cols != V, "READY": ready,
+        "T_FORM": t_form, "PADDED": n_cols != V, "STAGE": stage, "SLICE": slice_,
     }  # fmt: skip
     launch(pair_kernel, (programs,), device, *args, **flags, **meta)
     return stats

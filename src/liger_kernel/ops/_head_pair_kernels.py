@@ -203,7 +203,7 @@ def _row(
     row, label, SOFT, NLL, LSE_X, LSE_Y, SUM_G, OUT, X, Y, SCALE, UP_SOFT, sSOFT, UP_HARD, sHARD, n_rows, x_limit,
     y_limit, out_limit, n_own, n_cols, parameter, rest, temperature, soft, hard, in_x, out_x, slope, in_y, out_y,
     FORM: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, S_FORM: tl.constexpr, T_FORM: tl.constexpr,
-    PADDED: tl.constexpr, READY: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    PADDED: tl.constexpr, STAGE: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEPS * LANES * EACH
     LATE: tl.constexpr = FORM != "kl" and FORM != "cosine"  # G needs a pass of its own
@@ -213,12 +213,15 @@ def _row(
     last = (n_cols - 1) // SIZE * SIZE
     of_x, of_y, sum_g = 0.0, 0.0, 0.0
     losses = tl.zeros((LANES,), tl.float32)
-    if READY:
-        tl.static_assert(LATE)
+    if STAGE != "whole":
         base_x, log_x = tl.load(LSE_X + row), tl.load(LSE_X + n_rows + row)
         base_y, log_y = tl.load(LSE_Y + row), tl.load(LSE_Y + n_rows + row)
-        sum_g, log_h = tl.load(SUM_G + row), log_x
-    else:
+        log_h = log_x
+        if HARD == "own":
+            log_h = tl.load(LSE_X + 2 * n_rows + row)
+    if STAGE == "gradient":
+        sum_g = tl.load(SUM_G + row)
+    elif STAGE == "whole":
         x_c = 0.0
         if (
             HARD != "none"
@@ -233,29 +236,29 @@ def _row(
         if FORM == "cosine":
             loss, of_y, of_x = _cosine(xy, xx, yy, parameter)
             tl.store(SOFT + row, loss)
-        elif LATE or OUT is None:
-            gs = tl.zeros((LANES,), tl.float32)
-            for back in range(0, n_cols, SIZE):
-                cols = last - back + piece
-                z, w = _load(X, cols, x_limit, "evict_last"), _load(Y, cols, y_limit, "evict_last")
-                x, _ = _student(z, cols, n_own, n_cols, in_x, out_x, S_FORM, PADDED)
-                y = _teacher(w, cols, n_cols, in_y, out_y, T_FORM, TEACHER)
-                x, y, p = _both(
-                    x, y, cols, n_cols, base_x, log_x, base_y, log_y, parameter, TEACHER, FORM
-                )
-                loss, g = element(x, y, p, parameter, rest, FORM)
-                losses += lane_sum(loss)
-                gs += lane_sum(g)
-            sum_g = tl.sum(gs, axis=0)
-            tl.store(SOFT + row, tl.sum(losses, axis=0))
-        else:
-            sum_g = -mass
+        sum_g = -mass
         if LSE_X is not None:
             tl.store(LSE_X + row, base_x)
             tl.store(LSE_X + n_rows + row, log_x)
             tl.store(LSE_Y + row, base_y)
             tl.store(LSE_Y + n_rows + row, log_y)
-            tl.store(SUM_G + row, sum_g)
+    if (STAGE == "sums") | ((STAGE == "whole") & (FORM != "cosine") & (LATE | (OUT is None))):
+        gs = tl.zeros((LANES,), tl.float32)
+        for back in range(0, n_cols, SIZE):
+            cols = last - back + piece
+            z, w = _load(X, cols, x_limit, "evict_last"), _load(Y, cols, y_limit, "evict_last")
+            x, _ = _student(z, cols, n_own, n_cols, in_x, out_x, S_FORM, PADDED)
+            y = _teacher(w, cols, n_cols, in_y, out_y, T_FORM, TEACHER)
+            x, y, p = _both(
+                x, y, cols, n_cols, base_x, log_x, base_y, log_y, parameter, TEACHER, FORM
+            )
+            loss, g = element(x, y, p, parameter, rest, FORM)
+            losses += lane_sum(loss)
+            gs += lane_sum(g)
+        sum_g = tl.sum(gs, axis=0)
+        tl.store(SOFT + row, tl.sum(losses, axis=0))
+    if (STAGE != "gradient") & (SUM_G is not None):
+        tl.store(SUM_G + row, sum_g)
     if OUT is not None:
         soft, hard = soft * slope, hard * slope * temperature
         if SCALE is not None:
@@ -282,7 +285,7 @@ def _row(
                     x, y, cols, n_cols, base_x, log_x, base_y, log_y, parameter, TEACHER, FORM
                 )
                 loss, g = element(x, y, p, parameter, rest, FORM)
-                if not LATE:
+                if (STAGE == "whole") & (not LATE):
                     losses += lane_sum(loss)
                 q = exp(x)
                 d = soft * (g - q * sum_g)
@@ -294,7 +297,7 @@ def _row(
                 d *= varying
             mask = cols < out_limit
             tl.store(OUT + cols, d.to(OUT.dtype.element_ty), mask=mask, cache_modifier=".cs")
-        if FORM == "kl":
+        if (STAGE == "whole") & (FORM == "kl"):
             tl.store(SOFT + row, tl.sum(losses, axis=0))
 
 
@@ -307,11 +310,11 @@ def blank(
     OUT,
     out_limit,
     HARD: tl.constexpr,
-    READY: tl.constexpr,
+    LOSSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A row that does not count (value 0), or whose label is none (NaN)."""
-    if not READY:
+    if LOSSES:
         tl.store(SOFT + row, value)
         if HARD != "none":
             tl.store(NLL + row, value)
@@ -327,8 +330,8 @@ def pair_kernel(
     SOFT, NLL, LSE_X, LSE_Y, SUM_G, OUT, sOUT, X, sX, Y, sY, INDEX, T, SCALE, UP_SOFT, sSOFT, UP_HARD, sHARD, n_rows,
     x_limit, y_limit, out_limit, n_own, n_cols, ignore_index, parameter, rest, temperature, soft, hard, in_x, out_x,
     slope, in_y, out_y, FORM: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, S_FORM: tl.constexpr,
-    T_FORM: tl.constexpr, PADDED: tl.constexpr, READY: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
-    EACH: tl.constexpr,
+    T_FORM: tl.constexpr, PADDED: tl.constexpr, STAGE: tl.constexpr, SLICE: tl.constexpr, STEPS: tl.constexpr,
+    LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         label = tl.cast(0, tl.int64)
@@ -337,7 +340,7 @@ def pair_kernel(
             label = tl.load(T + row).to(tl.int64)
             counts = label != ignore_index
             if HARD != "none":
-                known = (label >= 0) & (label < n_own)
+                known = (label >= 0) & (label < n_own + SLICE)
         OUT_row = OUT
         if OUT is not None:
             OUT_row = OUT + row_base(row, sOUT)
@@ -349,13 +352,16 @@ def pair_kernel(
                 row, label.to(tl.int32), SOFT, NLL, LSE_X, LSE_Y, SUM_G, OUT_row, X + row_base(row, sX),
                 Y + row_base(y_row, sY), SCALE, UP_SOFT, sSOFT, UP_HARD, sHARD, n_rows, x_limit, y_limit, out_limit,
                 n_own, n_cols, parameter, rest, temperature, soft, hard, in_x, out_x, slope, in_y, out_y,
-                FORM, TEACHER, HARD, S_FORM, T_FORM, PADDED, READY, STEPS, LANES, EACH,
+                FORM, TEACHER, HARD, S_FORM, T_FORM, PADDED, STAGE, STEPS, LANES, EACH,
             )  # fmt: skip
         else:
             value = tl.where(counts, float("nan"), 0.0)
-            if LSE_X is not None and not READY:
+            if (STAGE == "whole") & (LSE_X is not None):
                 for i in tl.static_range(2):
                     tl.store(LSE_X + i * n_rows + row, value)
                     tl.store(LSE_Y + i * n_rows + row, value)
+            if (STAGE != "gradient") & (SUM_G is not None):
                 tl.store(SUM_G + row, value)
-            blank(row, value, SOFT, NLL, OUT_row, out_limit, HARD, READY, STEPS * LANES * EACH)
+            blank(
+                row, value, SOFT, NLL, OUT_row, out_limit, HARD, STAGE != "gradient", STEPS * LANES * EACH
+            )  # fmt: skip

@@ -20,9 +20,10 @@ _NONE = float("-inf")
 
 def pair_rows_torch(
     loss: PairLoss, logits: Tensor, teacher: Tensor, index: Tensor | None, target: Tensor | None,
-    scale: Tensor | None, out: Tensor | None, *, V: int,
+    scale: Tensor | None, out: Tensor | None, *, V: int, saved: tuple[Tensor, Tensor, Tensor] | None = None,
+    stage: str = "whole", slice_: bool = False,
 ) -> Tensor:  # fmt: skip
-    """See `_head_pair.pair_rows`, for the head's own buffers.
+    """See `_head_pair.pair_rows`, for the head's own buffers; the stages only of a slice.
 
     Memory:
         About eight copies of 2^20 logits in wide precision, or of one row if that is longer.
@@ -30,9 +31,12 @@ def pair_rows_torch(
 
     def soft(x: Tensor, some: slice) -> tuple[Tensor, Tensor]:
         y = teacher[some] if index is None else teacher[index[some]]
-        return _soft(loss, F.pad(x, (0, y.shape[1] - V)), y)
+        if saved is None:
+            return _soft(loss, F.pad(x, (0, y.shape[1] - V)), y)
+        return _of_slice(loss, x, y, saved, some, stage)
 
-    return _by_rows(loss, soft, logits, target, scale, out, V, teacher.shape[1])
+    log_h = None if saved is None else (loss.temperature * saved[0][0], saved[0][2])
+    return _by_rows(loss, soft, logits, target, scale, out, V, teacher.shape[1], V + slice_, log_h)
 
 
 def top_k_rows_torch(
@@ -45,11 +49,13 @@ def top_k_rows_torch(
         at = some if index is None else index[some]
         return _top_k(loss, x, ids[at].long(), log_probs[at].to(x.dtype))
 
-    return _by_rows(loss, soft, logits, target, scale, out, V, V)
+    return _by_rows(loss, soft, logits, target, scale, out, V, V, V)
 
 
-def _by_rows(loss, soft, logits, target, scale, out, V, width):  # type: ignore[no-untyped-def]
-    """Both losses of all rows, a few at a time; soft(x, rows) -> the soft loss and its derivative by x."""
+def _by_rows(loss, soft, logits, target, scale, out, V, width, classes, log_h=None):  # type: ignore[no-untyped-def]
+    """Both losses of all rows, a few at a time; soft(x, rows) -> the soft loss and its derivative by x. Labels lie
+    below `classes`. log_h: base and log-sum-exp over it of the logits of the hard loss, if not of these columns.
+    """
     n, dtype = logits.shape[0], compute_dtype(logits)
     stats = torch.zeros(2, n, dtype=dtype, device=logits.device)
     pre, cap, post = loss.student_transform
@@ -57,15 +63,18 @@ def _by_rows(loss, soft, logits, target, scale, out, V, width):  # type: ignore[
     for start in range(0, n, step):
         some = slice(start, start + step)
         x, slope = wide(logits[some, :V], pre, cap, post / loss.temperature)
-        blank = _blank(loss, None if target is None else target[some], V, dtype)
+        blank = _blank(loss, None if target is None else target[some], classes, dtype)
         stats[0, some], d = soft(x, some)
         d = loss.soft * d[:, :V]
         if loss.want_hard and target is not None:
-            c = target[some].long().clamp(0, V - 1)[:, None]
-            log_p = (x * loss.temperature).log_softmax(-1)
+            y = target[some].long()
+            c, here = y.clamp(0, V - 1)[:, None], (y < V).to(x.dtype)
+            z = x * loss.temperature
+            known = None if log_h is None else [part[some, None] for part in log_h]
+            log_p = z.log_softmax(-1) if known is None else z - known[0] - known[1]
             stats[1, some] = -log_p.gather(-1, c)[:, 0]
             h = log_p.exp()
-            h.scatter_add_(-1, c, torch.full_like(h[:, :1], -1.0))
+            h.scatter_add_(-1, c, -here[:, None])
             d = d + (loss.hard * loss.temperature) * h
         d = d * slope if scale is None else d * slope * scale
         if blank is not None:
@@ -100,6 +109,27 @@ def _soft(loss: PairLoss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     log_q = x.log_softmax(-1)
     value, g = elements(log_q, log_p, p, loss.form, loss.parameter)
     return value.sum(-1), g - log_q.exp() * g.sum(-1, keepdim=True)
+
+
+def _of_slice(
+    loss: PairLoss, x: Tensor, y: Tensor, saved: tuple[Tensor, Tensor, Tensor], some: slice, stage: str
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The part of some columns, by the statistics of all; at stage "sums" G is left in `saved`."""
+    (top, log_total, _), (y_top, y_total), sum_g = saved
+    y = y.to(x.dtype)
+    if loss.teacher == "logits":
+        pre, cap, post = loss.teacher_transform
+        y, _ = wide(y, pre, cap, post / loss.temperature)
+    log_q = x - top[some, None] - log_total[some, None]
+    if loss.teacher == "probs":
+        p, log_p = y, y.clamp(min=loss.parameter).log()
+    else:
+        log_p = y - y_top[some, None] - y_total[some, None]
+        p = log_p.exp()
+    value, g = elements(log_q, log_p, p, loss.form, loss.parameter)
+    if stage == "sums":
+        sum_g[some] = g.sum(-1)
+    return value.sum(-1), g - log_q.exp() * sum_g[some, None]
 
 
 def _top_k(loss: PairLoss, x: Tensor, ids: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:

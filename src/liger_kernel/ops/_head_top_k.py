@@ -150,7 +150,7 @@ def top_k_kernel(
             )  # fmt: skip
         else:
             value = tl.where(counts, float("nan"), 0.0)
-            blank(row, value, SOFT, NLL, OUT_row, out_limit, HARD, False, STEPS * LANES * EACH)
+            blank(row, value, SOFT, NLL, OUT_row, out_limit, HARD, True, STEPS * LANES * EACH)
 
 
 def top_k_rows(

@@ -98,7 +98,7 @@ def ce_tvd_backward(
     out = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     pair_rows(
         _loss(ignore_index, transforms), student, teacher, None, target, None, out, V=student.shape[1], own=False,
-        upstream=(grad_tvd, grad_ce), saved=(student_lse, teacher_lse, sigma), ready=True,
+        upstream=(grad_tvd, grad_ce), saved=(student_lse, teacher_lse, sigma), stage="gradient",
     )  # fmt: skip
     return out
 

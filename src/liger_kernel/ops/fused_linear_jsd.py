@@ -19,9 +19,18 @@ from liger_kernel.ops import linear_distillation as general
 from liger_kernel.ops._head_pair import PairLoss
 from liger_kernel.ops._op import choice, require
 from liger_kernel.ops._scale import scale_
-from liger_kernel.ops.head.pair import PairOptions, check_teacher, pair_form, pair_op
+from liger_kernel.ops.head.module import takes_module
+from liger_kernel.ops.head.pair import (
+    PairOptions,
+    check_teacher,
+    pair_form,
+    pair_loss,
+    pair_op,
+    teacher_here,
+)
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
+from liger_kernel.ops.head.shard import local_head
 
 # 1 reference
 
@@ -46,15 +55,18 @@ OP = pair_op("fused_linear_jsd", reference)
 # 3 public
 
 
+@takes_module("student_input", "student_weight", "student_bias", "student_low_rank")
+@takes_module("teacher_input", "teacher_weight", "teacher_bias", "teacher_low_rank", constant=True)
 def fused_linear_jsd(
-    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    student_input: Tensor, student_weight: Any, teacher_input: Tensor, teacher_weight: Any,
     shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, *,
     student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, softcap: float | None = None,
     pre_scale: float = 1.0, post_scale: float = 1.0, teacher_softcap: float | None = None,
     teacher_pre_scale: float = 1.0, teacher_post_scale: float = 1.0, reduction: str = "batchmean",
     return_count: bool = False, accum_dtype: torch.dtype | None = None,
-    memory_budget: int | float | str | None = None, num_valid: int | None = None, logits_dtype: Any = None,
-    impl: str | None = None,
+    memory_budget: int | float | str | None = None, num_valid: int | None = None, group: Any = None,
+    logits_dtype: Any = None, impl: str | None = None, student_low_rank: tuple[Tensor, Tensor] | None = None,
+    teacher_low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """Generalised JSD of two linear heads (formulas: top of this file).
 
@@ -64,11 +76,13 @@ def fused_linear_jsd(
         shift_labels: `[*]` int64 or int32, compared with ignore_index alone; None: every row counts.
         jsd_beta: weight of the teacher, in [0, 1].
         temperature: divides the logits of both.
+        student_weight, teacher_weight: or modules, or slices of a vocabulary with `group`, as in `linear_distillation`.
         student_bias, teacher_bias: `[V]` or None. softcap, pre_scale, post_scale: transforms of the student's logits,
             as in `linear_distillation`; teacher_softcap, teacher_pre_scale, teacher_post_scale: of the teacher's.
         reduction: "batchmean" (over rows that count) or "sum".
         return_count: return also how many rows count.
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+        group, student_low_rank, teacher_low_rank: as in `linear_distillation`.
         logits_dtype: how 16-bit chunks of logits are kept, of both heads: None or torch.float32, see
             `ops.head.logits`.
     Returns:
@@ -82,11 +96,20 @@ def fused_linear_jsd(
     name = OP.name
     choice(name, "reduction", reduction, ("batchmean", "sum"))
     require(0.0 <= jsd_beta <= 1.0, f"{name}: jsd_beta must lie in [0, 1]; got {jsd_beta}.")
-    head = HeadParams(student_weight, student_bias, pre_scale, softcap, post_scale, temperature)
-    hidden = check_head(name, student_input, shift_labels, head, ignore_index, classes=False)
-    teacher = HeadParams(
-        teacher_weight, teacher_bias, teacher_pre_scale, teacher_softcap, teacher_post_scale
+    tokens = student_input.shape[:-1].numel()
+    student_weight, student_bias, shard = local_head(
+        name, student_weight, student_bias, group, tokens
     )
+    head = HeadParams(
+        student_weight, student_bias, pre_scale, softcap, post_scale, temperature, shard, low_rank=student_low_rank
+    )  # fmt: skip
+    hidden = check_head(name, student_input, shift_labels, head, ignore_index, classes=False)
+    teacher_weight, teacher_bias = teacher_here(
+        name, teacher_weight, teacher_bias, shard, student_weight.shape[0]
+    )
+    teacher = HeadParams(
+        teacher_weight, teacher_bias, teacher_pre_scale, teacher_softcap, teacher_post_scale, low_rank=teacher_low_rank
+    )  # fmt: skip
     t_hidden = check_teacher(name, teacher_input, hidden, teacher)
     require(
         teacher_weight.shape[0] == student_weight.shape[0],
@@ -100,13 +123,11 @@ def fused_linear_jsd(
     )  # fmt: skip
     options = PairOptions(
         losses, int(reduction != "sum"), accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid,
-        pair_form(name, logits_dtype, hidden.dtype),
+        pair_form(name, logits_dtype, hidden.dtype), shard,
     )  # fmt: skip
-    bias = None if teacher_bias is None else teacher_bias.detach()
-    loss, _, count = OP(
-        hidden, student_weight, student_bias, shift_labels, t_hidden.detach(), teacher_weight.detach(), bias, None,
-        None, options, torch.is_grad_enabled(), impl=impl,
-    )  # fmt: skip
+    loss, _, count = pair_loss(
+        OP, hidden, head, shift_labels, t_hidden, teacher, (None, None), options, impl
+    )
     return (loss, count) if return_count else loss
 
 

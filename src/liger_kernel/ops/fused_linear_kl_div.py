@@ -19,9 +19,11 @@ from torch import Tensor
 from liger_kernel.ops._head_pair import PairLoss
 from liger_kernel.ops._op import choice, require
 from liger_kernel.ops._scale import scale_
-from liger_kernel.ops.head.pair import PairOptions, pair_form, pair_op
+from liger_kernel.ops.head.module import takes_module
+from liger_kernel.ops.head.pair import PairOptions, pair_form, pair_loss, pair_op
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
+from liger_kernel.ops.head.shard import local_head
 from liger_kernel.ops.kl_div import divergence
 from liger_kernel.ops.linear_distillation import logits_of
 
@@ -55,19 +57,21 @@ OP = pair_op("fused_linear_kl_div", reference)
 # 3 public
 
 
+@takes_module("student_input", "student_weight")
 def fused_linear_kl_div(
-    student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None,
+    student_input: Tensor, student_weight: Any, target: Tensor, shift_labels: Tensor | None = None,
     reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10, *,
     bias: Tensor | None = None, softcap: float | None = None, pre_scale: float = 1.0, post_scale: float = 1.0,
     return_count: bool = False, accum_dtype: torch.dtype | None = None,
-    memory_budget: int | float | str | None = None, num_valid: int | None = None, logits_dtype: Any = None,
-    impl: str | None = None,
+    memory_budget: int | float | str | None = None, num_valid: int | None = None, group: Any = None,
+    logits_dtype: Any = None, impl: str | None = None, low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """KL divergence of a linear head from given probabilities (formulas: top of this file).
 
     Args:
-        student_input: `[*, H]` of any strides; fp16, bf16, fp32 (fp64 on the torch path). student_weight: `[V, H]`.
-        target: `[*, V]` probabilities, any float dtype, constant.
+        student_input: `[*, H]` of any strides; fp16, bf16, fp32 (fp64 on the torch path). student_weight: `[V, H]`, a
+            module, or with `group` a slice, as in `linear_distillation`.
+        target: `[*, V]` probabilities of all classes, any float dtype, constant.
         shift_labels: `[*]` int64 or int32, compared with ignore_index alone; None: every row counts.
         reduction: "batchmean", "mean" or "sum".
         temperature: divides the student's logits.
@@ -75,6 +79,7 @@ def fused_linear_kl_div(
         bias, softcap, pre_scale, post_scale: of the student's head, see the top of this file.
         return_count: return also how many rows count.
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+        group, low_rank: as in `linear_distillation`.
         logits_dtype: how 16-bit chunks of logits are kept, of both heads: None or torch.float32, see
             `ops.head.logits`.
     Returns:
@@ -88,9 +93,13 @@ def fused_linear_kl_div(
     name = OP.name
     choice(name, "reduction", reduction, REDUCTIONS)
     require(eps >= 0.0, f"{name}: eps must not be negative; got {eps}.")
-    head = HeadParams(student_weight, bias, pre_scale, softcap, post_scale, temperature)
+    n = student_input.shape[:-1].numel()
+    student_weight, bias, shard = local_head(name, student_weight, bias, group, n)
+    head = HeadParams(
+        student_weight, bias, pre_scale, softcap, post_scale, temperature, shard, low_rank=low_rank
+    )
     hidden = check_head(name, student_input, shift_labels, head, ignore_index, classes=False)
-    vocab, n = student_weight.shape[0], hidden.shape[:-1].numel()
+    vocab = head.vocab
     require(
         target.is_floating_point() and target.dim() >= 1 and target.shape[-1] == vocab
         and target.shape[:-1].numel() == n,
@@ -103,12 +112,10 @@ def fused_linear_kl_div(
     )  # fmt: skip
     options = PairOptions(
         losses, width, accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid,
-        pair_form(name, logits_dtype, hidden.dtype),
+        pair_form(name, logits_dtype, hidden.dtype), shard,
     )  # fmt: skip
-    loss, _, count = OP(
-        hidden, student_weight, bias, shift_labels, None, None, None, target.detach(), None, options,
-        torch.is_grad_enabled(), impl=impl,
-    )  # fmt: skip
+    stored = (head.here(target), None)
+    loss, _, count = pair_loss(OP, hidden, head, shift_labels, None, None, stored, options, impl)
     return (loss, count) if return_count else loss
 
 

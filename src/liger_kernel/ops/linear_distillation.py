@@ -33,9 +33,18 @@ from torch import Tensor
 
 from liger_kernel.ops._head_pair import FORMS, PairLoss
 from liger_kernel.ops._op import choice, compute_dtype, require
-from liger_kernel.ops.head.pair import PairOptions, check_teacher, pair_form, pair_op
+from liger_kernel.ops.head.module import takes_module
+from liger_kernel.ops.head.pair import (
+    PairOptions,
+    check_teacher,
+    pair_form,
+    pair_loss,
+    pair_op,
+    teacher_here,
+)
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
+from liger_kernel.ops.head.shard import local_head
 from liger_kernel.ops.jsd import _elements as jsd_elements
 
 _NONE = float("-inf")
@@ -154,25 +163,32 @@ OP = pair_op("linear_distillation", reference)
 # 3 public
 
 
+@takes_module("hidden")
+@takes_module("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_low_rank", constant=True)
 def linear_distillation(
-    hidden: Tensor, weight: Tensor, targets: Tensor | None = None, *, teacher_hidden: Tensor | None = None,
-    teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None, teacher_log_probs: Tensor | None = None,
+    hidden: Tensor, weight: Any, targets: Tensor | None = None, *, teacher_hidden: Tensor | None = None,
+    teacher_weight: Any = None, teacher_bias: Tensor | None = None, teacher_log_probs: Tensor | None = None,
     teacher_ids: Tensor | None = None, kind: str = "kl", beta: float | None = None, weight_soft: float = 1.0,
     weight_hard: float = 0.0, temperature: float = 1.0, bias: Tensor | None = None, softcap: float | None = None,
     pre_scale: float = 1.0, post_scale: float = 1.0, teacher_softcap: float | None = None,
     teacher_pre_scale: float = 1.0, teacher_post_scale: float = 1.0, ignore_index: int = -100,
     reduction: str = "mean", return_hard: bool = False, accum_dtype: torch.dtype | None = None,
-    memory_budget: int | float | str | None = None, num_valid: int | None = None, logits_dtype: Any = None,
-    impl: str | None = None,
+    memory_budget: int | float | str | None = None, num_valid: int | None = None, group: Any = None,
+    logits_dtype: Any = None, impl: str | None = None, low_rank: tuple[Tensor, Tensor] | None = None,
+    teacher_low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> DistillationOutput:  # fmt: skip
     """Divergence from a teacher plus cross entropy, of a linear head's logits, which never exist as a whole.
 
     Args:
         hidden: the student's hidden states `[*, H]` of any strides; fp16, bf16, fp32 (fp64 on the torch path).
-        weight: the student's head `[V, H]`, of any dtype. bias: `[V]` or None.
+        weight: the student's head `[V, H]`, of any dtype, or as a module (LoRA and quantised layers too), see
+            `ops.head.module`. A DTensor split along its rows, or with `group` this rank's slice, as in
+            `linear_logprob`: hidden states, targets and stored log-probabilities are then whole, and the same on every
+            rank. bias: `[V]` or None.
         targets: `[*]` class indices, `ignore_index` on tokens that do not count; None: every token counts. Without
             hard loss only the comparison with `ignore_index` matters.
-        teacher_hidden, teacher_weight, teacher_bias: `[*, H']`, `[W, H']` with W >= V, `[W]`; or instead
+        teacher_hidden, teacher_weight, teacher_bias: `[*, H']`, `[W, H']` with W >= V, `[W]`, or the head as a module;
+            beside a slice of a student a slice, or whole. Or instead
         teacher_log_probs: `[*, V]`, or `[*, K]` with teacher_ids `[*, K]` int64 or int32, different in each row,
             negative in unused slots. Any float dtype.
         kind: "kl" (of the student from the teacher), "reverse_kl", "jsd", "tvd", "cosine" (needs the teacher's head).
@@ -184,41 +200,41 @@ def linear_distillation(
         reduction: "mean" over the tokens that count, or "sum" (divide by a count of your own; `count` is this batch's).
         return_hard: compute the hard part even with weight 0.
         accum_dtype, memory_budget, num_valid, impl: as in `fused_linear_cross_entropy`.
+        group: the torch.distributed group over which the vocabulary is split. Not with "cosine", teacher_ids, or a
+            teacher of more classes.
+        low_rank, teacher_low_rank: as in `linear_logprob`; the teacher's is constant.
         logits_dtype: how 16-bit chunks of logits are kept, of both heads: None or torch.float32, see
             `ops.head.logits`.
     Returns:
         DistillationOutput: loss, soft, hard, count, fp32. No token that counts: 0, with zero gradients. loss is
-        differentiable in hidden, weight and bias.
+        differentiable in hidden, weight, bias and low_rank.
     Memory:
         See the module. Under autocast the products run in its dtype.
     Raises:
         ValueError: shapes that do not fit, an empty or flat (sharded) weight, no teacher or two, options out of range
             or without meaning for this kind or teacher.
+        NotImplementedError: a sharded head with "cosine" or teacher_ids.
         IndexError: on a CPU, a class out of range; elsewhere that token becomes NaN.
     """
     name = OP.name
-    choice(name, "kind", kind, FORMS)
+    kind, beta = _kind(name, kind, beta)
     choice(name, "reduction", reduction, ("mean", "sum"))
-    require(
-        beta is None or kind in ("jsd", "cosine"),
-        f"{name}: beta belongs to kind 'jsd' and 'cosine'; got beta={beta} with {kind!r}.",
-    )
-    beta = 0.5 if beta is None else float(beta)
-    if kind == "jsd":
-        require(0.0 <= beta <= 1.0, f"{name}: beta must lie in [0, 1]; got {beta}.")
-        kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, kind)
     require(
         targets is not None or not (weight_hard or return_hard),
         f"{name}: the hard loss needs targets; got weight_hard={weight_hard} and none.",
     )
     want_hard = bool(weight_hard) or return_hard
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
+    weight, bias, shard = local_head(name, weight, bias, group, hidden.shape[:-1].numel())
+    head = HeadParams(
+        weight, bias, pre_scale, softcap, post_scale, temperature, shard, low_rank=low_rank
+    )
     hidden = check_head(name, hidden, targets, head, ignore_index, want_hard)
     t_head = None
     if teacher_weight is not None:
         t_head = HeadParams(
-            teacher_weight, teacher_bias, teacher_pre_scale, teacher_softcap, teacher_post_scale
-        )
+            *teacher_here(name, teacher_weight, teacher_bias, shard, weight.shape[0]), teacher_pre_scale,
+            teacher_softcap, teacher_post_scale, low_rank=teacher_low_rank,
+        )  # fmt: skip
     plain = (
         teacher_bias is teacher_softcap is None and teacher_pre_scale == teacher_post_scale == 1.0
     )
@@ -227,33 +243,50 @@ def linear_distillation(
         f"{name}: teacher_bias, teacher_softcap, teacher_pre_scale and teacher_post_scale belong to a teacher's head; "
         "stored log-probabilities are taken as they are.",
     )
-    stored = (_detached(teacher_log_probs), _detached(teacher_ids))
-    teacher = _check_teacher(name, hidden, weight.shape[0], teacher_hidden, t_head, stored, kind)
+    teacher = _check_teacher(
+        name, hidden, head, teacher_hidden, t_head, (teacher_log_probs, teacher_ids), kind
+    )
+    stored = (None if teacher_log_probs is None else head.here(teacher_log_probs), teacher_ids)
     loss = PairLoss(
         kind, "log_probs" if t_head is None else "logits", beta, temperature, weight_soft, weight_hard, want_hard,
         ignore_index, (pre_scale, softcap, post_scale), (teacher_pre_scale, teacher_softcap, teacher_post_scale),
     )  # fmt: skip
     options = PairOptions(
         loss, int(reduction == "mean"), accum_dtype, resolve_budget(memory_budget, hidden.device), num_valid,
-        pair_form(name, logits_dtype, hidden.dtype),
+        pair_form(name, logits_dtype, hidden.dtype), shard,
     )  # fmt: skip
-    total, parts, count = OP(
-        hidden, weight, bias, targets, teacher, _detached(teacher_weight), _detached(teacher_bias), *stored, options,
-        torch.is_grad_enabled(), impl=impl,
-    )  # fmt: skip
+    total, parts, count = pair_loss(
+        OP, hidden, head, targets, teacher, t_head, stored, options, impl
+    )
     return DistillationOutput(total, parts[0], parts[1], count)
 
 
-def _detached(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach()
+def _kind(op: str, kind: str, beta: float | None) -> tuple[str, float]:
+    """The form that is computed and its parameter; ValueError for what has no meaning."""
+    choice(op, "kind", kind, FORMS)
+    require(
+        beta is None or kind in ("jsd", "cosine"),
+        f"{op}: beta belongs to kind 'jsd' and 'cosine'; got beta={beta} with {kind!r}.",
+    )
+    beta = 0.5 if beta is None else float(beta)
+    if kind == "jsd":
+        require(0.0 <= beta <= 1.0, f"{op}: beta must lie in [0, 1]; got {beta}.")
+        kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, kind)
+    return kind, beta
 
 
 def _check_teacher(
-    op: str, hidden: Tensor, vocab: int, teacher_hidden: Tensor | None, head: HeadParams | None,
+    op: str, hidden: Tensor, student: HeadParams, teacher_hidden: Tensor | None, head: HeadParams | None,
     stored: tuple[Tensor | None, Tensor | None], kind: str,
 ) -> Tensor | None:  # fmt: skip
     """ValueError unless there is exactly one whole teacher; -> its hidden states in autocast's dtype."""
     log_probs, ids = stored
+    vocab = student.weight.shape[0]
+    require(
+        student.shard is None or (kind != "cosine" and ids is None),
+        f"{op}: a sharded head takes neither 'cosine' nor teacher_ids; give whole heads.",
+        NotImplementedError,
+    )
     online = teacher_hidden is not None and head is not None
     require(
         online != (log_probs is not None) and (teacher_hidden is None) == (head is None),
@@ -272,10 +305,10 @@ def _check_teacher(
             f"{op}: the teacher has {width} classes, fewer than the student's {vocab}: pad its head (a bias of -inf in "
             "the new classes), or cut the student's.",
         )
-        return teacher.detach()
+        return teacher
     assert log_probs is not None
     require(kind != "cosine", f"{op}: 'cosine' compares logits; it needs the teacher's head.")
-    want = hidden.shape[:-1].numel()
+    want, vocab = hidden.shape[:-1].numel(), student.vocab
     shape = list(log_probs.shape)
     require(
         log_probs.is_floating_point() and log_probs.dim() >= 2 and log_probs.shape[:-1].numel() == want

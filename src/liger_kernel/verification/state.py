@@ -45,8 +45,9 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     kind = _env.infer_device()
-    devices = range(0 if kind == "cpu" else _env.device_count(kind))
-    with torch.random.fork_rng(devices, device_type=None if kind == "cpu" else kind):
+    devices = [] if kind == "cpu" else range(_env.device_count(kind))
+    named = {} if kind == "cpu" else {"device_type": kind}  # torch knows no such name for a CPU
+    with torch.random.fork_rng(devices, **named):
         try:
             yield
         finally:

@@ -216,20 +216,38 @@ def within(outer: Any, inner: Any, job: Callable[[Tensor], Any], x: Tensor) -> A
         restore()
 
 
-def takes_module(hidden: str) -> Callable[[F], F]:
-    """Decorates a function of the arguments `hidden` (so named), weight, bias and low_rank: weight may be a module."""
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """What a function calls the arguments of a head, and whether that head is a constant to it."""
+
+    hidden: str
+    weight: str
+    bias: str
+    low_rank: str
+    constant: bool
+
+
+def takes_module(
+    hidden: str, weight: str = "weight", bias: str = "bias", low_rank: str = "low_rank", constant: bool = False
+) -> Callable[[F], F]:  # fmt: skip
+    """Decorates a function of a head's arguments, so named: weight may be a module.
+
+    Nothing is differentiated by a constant one, a teacher: what hooks wait for in backward does not see its call. (So
+    fp16, which makes its gradients there, needs a teacher that is not sharded.)
+    """
+    names = _Names(hidden, weight, bias, low_rank, constant)
 
     def wrap(function: F) -> F:
         signature = inspect.signature(function)
-        position = list(signature.parameters).index("weight")
+        position = list(signature.parameters).index(weight)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            head = args[position] if len(args) > position else kwargs.get("weight")
+            head = args[position] if len(args) > position else kwargs.get(weight)
             if not isinstance(head, nn.Module):
                 return function(*args, **kwargs)
             given = dict(signature.bind(*args, **kwargs).arguments)
-            return _through(function, hidden, head, given)
+            return _through(function, names, head, given)
 
         return call  # type: ignore[return-value]
 
@@ -237,9 +255,9 @@ def takes_module(hidden: str) -> Callable[[F], F]:
 
 
 def _through(
-    function: Callable[..., Any], hidden: str, head: nn.Module, given: dict[str, Any]
+    function: Callable[..., Any], names: _Names, head: nn.Module, given: dict[str, Any]
 ) -> Any:
-    name, layer = function.__name__, find(head)
+    name, layer, hidden = function.__name__, find(head), given.get(names.hidden)
     reason = "it is no linear layer" if layer is None else why_not(layer)
     require(
         reason is None,
@@ -247,17 +265,30 @@ def _through(
         "logits instead.",
     )
     require(
-        given.get("bias") is None and given.get("low_rank") is None,
-        f"{name}: a head given as a module brings its own bias and adapters; leave bias and low_rank out.",
+        given.get(names.bias) is None and given.get(names.low_rank) is None,
+        f"{name}: a head given as a module brings its own bias and adapters; leave {names.bias} and {names.low_rank} "
+        "out.",
     )
+    if hidden is None:
+        raise ValueError(f"{name}: {names.weight} is a module and needs {names.hidden}.")
     kinds: list[Any] = []
+    around: list[Any] = []
 
     def job(x: Tensor, found: Parts) -> Any:
-        out = function(**{**given, hidden: x, **found._asdict()})
+        factors = {
+            names.weight: found.weight, names.bias: found.bias, names.low_rank: found.low_rank,
+        }  # fmt: skip
+        out = function(**{**given, names.hidden: x, **factors})
+        if names.constant:
+            around.append(out)
+            return x
         if not dataclasses.is_dataclass(out):
             return out
         kinds.append(type(out))  # hooks look for tensors in tuples
         return tuple(getattr(out, f.name) for f in dataclasses.fields(out))
 
-    out = within(head, layer, functools.partial(with_parts, layer, job), given[hidden])
+    x = hidden.detach() if names.constant else hidden
+    out = within(head, layer, functools.partial(with_parts, layer, job), x)
+    if names.constant:
+        return around[0]
     return kinds[0](*out) if kinds else out

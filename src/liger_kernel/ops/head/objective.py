@@ -111,6 +111,7 @@ class _Call:
     accum_dtype: torch.dtype | None
     budget: int
     kernels: bool
+    dense: bool
 
 
 def _one_pass(
@@ -258,7 +259,7 @@ def fused_linear_objective(
     argmax: bool = False, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
     pre_scale: float = 1.0, post_scale: float = 1.0, accum_dtype: torch.dtype | None = None,
     memory_budget: int | float | str | None = None, process_group: Any = None, logits_dtype: Any = None,
-    impl: str | None = None, low_rank: tuple[Tensor, Tensor] | None = None,
+    dense: bool = False, impl: str | None = None, low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, list[Any]]:  # fmt: skip
     """A loss of your own on the log-probabilities of a linear head, without the logits.
 
@@ -275,6 +276,8 @@ def fused_linear_objective(
         temperature, softcap, pre_scale, post_scale: as in `linear_logprob`.
         accum_dtype, memory_budget, impl: as in `fused_linear_cross_entropy`.
         process_group, logits_dtype: as `linear_logprob`'s group and logits_dtype.
+        dense: under torch.compile the objective gets ignored tokens as well, with 0 in logp and entropy and -1 in
+            argmax: set it if they add nothing. No shape then depends on the labels, and nothing waits for their count.
     Returns:
         The loss, fp32, differentiable in hidden, weight, bias and low_rank; and what the objective returned beside it,
         a list in the order of the groups.
@@ -284,7 +287,8 @@ def fused_linear_objective(
         ValueError: shapes that do not fit, an empty or flat (sharded) weight. IndexError: a target out of range (CPU).
     """
     name = "fused_linear_objective"
-    weight, bias, shard = local_head(name, weight, bias, process_group)
+    tokens = hidden.shape[:-1].numel()
+    weight, bias, shard = local_head(name, weight, bias, process_group, tokens)
     head = HeadParams(
         weight, bias, pre_scale, softcap, post_scale, temperature, shard, low_rank=low_rank
     )
@@ -300,7 +304,7 @@ def fused_linear_objective(
     budget = resolve_budget(memory_budget, hidden.device)
     fields = {"entropy": entropy, "lse": lse, "mean_logp": mean_logp, "argmax": argmax}
     asked = frozenset(name for name, wanted in fields.items() if wanted)
-    call = _Call(objective, n_groups, asked, ignore_index, accum_dtype, budget, kernels)
+    call = _Call(objective, n_groups, asked, ignore_index, accum_dtype, budget, kernels, dense)
     order = None
     if not (torch.compiler.is_compiling() or _needs_late_gradient(hidden, head)):
         order = _order(hidden, head, targets.reshape(-1), ignore_index, group, n_groups, budget)
@@ -337,12 +341,14 @@ def _two_passes(
         memory_budget=call.budget, group=shard,
         logits_dtype=DTYPES[head.logits], low_rank=head.low_rank, impl=impl,
     )  # fmt: skip
-    index = (targets.reshape(-1) != call.ignore_index).nonzero().view(-1)
-    entropy, argmax = (
-        None if t is None else t.reshape(-1)[index] for t in (found.entropy, found.argmax)
-    )
-    tokens = Tokens(
-        found.logp.reshape(-1)[index], entropy, index, (0, call.n_groups), argmax=argmax
-    )
+    flat = [None if t is None else t.reshape(-1) for t in (found.logp, found.entropy, found.argmax)]
+    if call.dense and torch.compiler.is_compiling():
+        index = torch.arange(targets.numel(), device=targets.device)
+    else:
+        index = (targets.reshape(-1) != call.ignore_index).nonzero().view(-1)
+        flat = [None if t is None else t[index] for t in flat]
+    logp, entropy, argmax = flat
+    assert logp is not None
+    tokens = Tokens(logp, entropy, index, (0, call.n_groups), argmax=argmax)
     loss, extras = call.objective(tokens)
     return loss, [extras]

@@ -41,6 +41,12 @@ class HeadParams:
         """Classes of the whole head."""
         return self.weight.shape[0] if self.shard is None else self.shard.total
 
+    def here(self, columns: Tensor) -> Tensor:
+        """Of `[*, vocab]` what belongs to these rows of the head."""
+        if self.shard is None:
+            return columns
+        return columns.narrow(-1, self.shard.start, self.weight.shape[0])
+
     def to(self, dtype: torch.dtype) -> "HeadParams":
         """With tensors of this dtype, and the rows of d as a matrix: what the products read."""
         pair = self.low_rank

@@ -1,9 +1,10 @@
 """How many tokens at a time: the memory plan of the engine.
 
 One chunk when its logits fit the budget. Otherwise balanced chunks, never a thin tail; if the
-budget asks for more than eight, up to twice the budget is taken to come down to eight, because
-every further chunk reads and writes the whole `[V, H]` gradient once more. The plan depends on
-sizes alone, never on free memory, so runs repeat.
+budget asks for more than eight, up to twice the budget is taken where that brings them down to
+eight, because every further chunk reads and writes the whole `[V, H]` gradient once more. A budget
+that is far smaller is kept to. The plan depends on sizes alone, never on free memory, so runs
+repeat.
 """
 
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ def chunked(tokens: int, row_stride: int, row_bytes: int, budget: int) -> Plan:
     """The plan for `tokens` rows that take `row_bytes` each."""
     most = _fit(budget // row_bytes)
     chunks = max(cdiv(tokens, most), 1)
-    if chunks > MAX_CHUNKS:
-        chunks = max(cdiv(tokens, _fit(2 * budget // row_bytes)), MAX_CHUNKS)
+    if chunks > MAX_CHUNKS and cdiv(tokens, _fit(2 * budget // row_bytes)) <= MAX_CHUNKS:
+        chunks = MAX_CHUNKS
     rows = tokens if chunks == 1 else _round_up(cdiv(tokens, chunks), _UNIT if most >= _UNIT else 8)
     return Plan(tokens, max(rows, 1), cdiv(tokens, max(rows, 1)), row_stride, rows * row_bytes)
 

@@ -26,8 +26,13 @@ class Refused(Exception):
 
 @contextlib.contextmanager
 def bench() -> Iterator[None]:
-    """Plain eager CPU, whatever device, autocast or gradient mode the caller is in."""
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    """Plain eager CPU, whatever device, autocast or gradient mode the caller is in, and its random state afterwards."""
+    with (
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),  # modules draw their first weights
+    ):
         yield
 
 
