@@ -46,7 +46,8 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
     ]
     kind = _env.infer_device()
     devices = [] if kind == "cpu" else range(_env.device_count(kind))
-    named = {} if kind == "cpu" else {"device_type": kind}  # torch knows no such name for a CPU
+    # For a CPU, which torch does not take for a type of devices, its default does.
+    named: Any = {} if kind == "cpu" else {"device_type": kind}
     with torch.random.fork_rng(devices, **named):
         try:
             yield
