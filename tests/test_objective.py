@@ -74,6 +74,28 @@ def test_groups(mask, budget, softcap, path, device):
         torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("mask", ["random", "one sequence", "all"])
+def test_known_sizes_of_groups_ask_nothing_of_the_device(mask, path, device, monkeypatch):
+    hidden, weight, bias, targets = _batch(device, mask)
+    group = torch.arange(SEQUENCES, device=device)[:, None].expand(SEQUENCES, LENGTH)
+    options = {
+        "bias": bias,
+        "group": group,
+        "n_groups": SEQUENCES,
+        "entropy": True,
+        "memory_budget": 8000,
+    }
+    want, _ = fused_linear_objective(hidden, weight, targets, _objective, **options)
+    options["group_sizes"] = (targets != -100).sum(1).tolist()
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "nonzero", "__int__"):
+            patch.setattr(torch.Tensor, name, None)
+        loss, _ = fused_linear_objective(hidden, weight, targets, _objective, **options)
+    grads, wants = (torch.autograd.grad(x, (hidden, weight, bias)) for x in (loss, want))
+    for g, w in zip((loss, *grads), (want, *wants), strict=True):
+        assert torch.equal(g, w)
+
+
 def test_a_group_that_does_not_fit_takes_two_passes(path, device, monkeypatch):
     hidden, weight, bias, targets = _batch(device, "none")
     calls = []

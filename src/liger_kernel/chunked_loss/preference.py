@@ -153,6 +153,8 @@ class Batch:
         self.valid = target != ignore_index
         self.counts = self.valid.sum(-1).to(self.dtype)
         self.lengths = self.counts.clamp(min=1) if average else torch.ones_like(self.counts)
+        # The one wait, before anything is queued that would have to be waited for.
+        self.sizes = None if torch.compiler.is_compiling() else self.valid.sum(-1).tolist()
 
     def logps(self, tokens: Tokens) -> Tensor:
         """l of every sequence `[B]`, right for those whose tokens are in this chunk."""
@@ -169,6 +171,7 @@ class Batch:
         with torch.no_grad():
             found = linear_logprob(
                 reference.hidden, reference.weight, self.target, bias=reference.bias, group=group,
+                num_valid=None if self.sizes is None else sum(self.sizes),
                 ignore_index=self.ignore_index, memory_budget=self.options.memory_budget,
                 logits_dtype=self.options.logits_dtype, impl=self.options.impl, **self.options.reference(),
             )  # fmt: skip
@@ -176,9 +179,11 @@ class Batch:
 
     def run(self, objective: Callable[..., Any], group: Tensor, n: int) -> tuple[Tensor, list[Any]]:
         """The objective over the batch, chunk by chunk of whole groups, and its metrics merged."""
-        options = self.options
+        options, sizes = self.options, self.sizes
+        if sizes is not None:  # of the groups, each of one sequence or of two that are n apart
+            sizes = [sum(sizes[i::n]) for i in range(n)]
         loss, parts = fused_linear_objective(
-            self.hidden, self.weight, self.target, objective, bias=self.bias, n_groups=n,
+            self.hidden, self.weight, self.target, objective, bias=self.bias, n_groups=n, group_sizes=sizes,
             group=group[:, None].expand_as(self.target), ignore_index=self.ignore_index,
             accum_dtype=options.accum_dtype, memory_budget=options.memory_budget,
             logits_dtype=options.logits_dtype, dense=True, process_group=options.group, impl=options.impl,

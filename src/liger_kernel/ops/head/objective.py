@@ -16,7 +16,7 @@ Memory  As `fused_linear_cross_entropy`: the gradients from forward to backward,
         quantised weight is dense during the pass alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,11 +73,12 @@ class _Order:
 
 def _order(
     hidden: Tensor, head: HeadParams, labels: Tensor, ignore_index: int, group: Tensor | None, n_groups: int,
-    budget: int,
+    sizes: Sequence[int] | None, budget: int,
 ) -> _Order | None:  # fmt: skip
     """The kept tokens group by group, in chunks of whole groups; None if a group is larger than a chunk may be."""
-    keep = (labels != ignore_index).nonzero().view(-1)
-    n = keep.numel()
+    valid = labels != ignore_index
+    n = int(valid.sum()) if sizes is None else sum(sizes)  # waits for the count, unless it is known
+    keep = torch.nonzero_static(valid, size=n).view(-1)
     most = plan_for(hidden, head, n, budget, dropped=True).rows
     if group is None:
         starts = range(0, n, most)
@@ -85,7 +86,8 @@ def _order(
         return _Order(keep, cuts, [(0, 0)] * len(cuts))
     of_kept = group.reshape(-1)[keep]
     order = of_kept.argsort(stable=True)
-    sizes = torch.bincount(of_kept, minlength=n_groups).tolist()
+    if sizes is None:
+        sizes = torch.bincount(of_kept, minlength=n_groups).tolist()
     if max(sizes, default=0) > most:
         return None
     cuts, groups, start, first, filled = [], [], 0, 0, 0
@@ -259,7 +261,8 @@ def fused_linear_objective(
     argmax: bool = False, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
     pre_scale: float = 1.0, post_scale: float = 1.0, accum_dtype: torch.dtype | None = None,
     memory_budget: int | float | str | None = None, process_group: Any = None, logits_dtype: Any = None,
-    dense: bool = False, impl: str | None = None, low_rank: tuple[Tensor, Tensor] | None = None,
+    dense: bool = False, group_sizes: Sequence[int] | None = None, impl: str | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, list[Any]]:  # fmt: skip
     """A loss of your own on the log-probabilities of a linear head, without the logits.
 
@@ -278,6 +281,8 @@ def fused_linear_objective(
         process_group, logits_dtype: as `linear_logprob`'s group and logits_dtype.
         dense: under torch.compile the objective gets ignored tokens as well, with 0 in logp and entropy and -1 in
             argmax: set it if they add nothing. No shape then depends on the labels, and nothing waits for their count.
+        group_sizes: the exact number of valid tokens of each group (without groups: of all tokens, in one element) if
+            the host knows them: it then waits for nothing.
     Returns:
         The loss, fp32, differentiable in hidden, weight, bias and low_rank; and what the objective returned beside it,
         a list in the order of the groups.
@@ -307,7 +312,8 @@ def fused_linear_objective(
     call = _Call(objective, n_groups, asked, ignore_index, accum_dtype, budget, kernels, dense)
     order = None
     if not (torch.compiler.is_compiling() or _needs_late_gradient(hidden, head)):
-        order = _order(hidden, head, targets.reshape(-1), ignore_index, group, n_groups, budget)
+        flat = targets.reshape(-1)
+        order = _order(hidden, head, flat, ignore_index, group, n_groups, group_sizes, budget)
     if order is None:
         require(
             not asked & {"lse", "mean_logp"},
