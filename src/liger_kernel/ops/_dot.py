@@ -31,3 +31,14 @@ def dot(a, b, PRECISION: tl.constexpr):
     else:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
     return product
+
+
+@triton.jit
+def grouped(t, n_rows, n_columns, GROUP: tl.constexpr):
+    """Row and column tile of the t-th of n_rows x n_columns tiles of a result. The row tiles of a group vary fastest:
+    they share columns of the other operand while these are in L2.
+    """
+    first = t // (GROUP * n_columns) * GROUP
+    size = tl.minimum(n_rows - first, GROUP)
+    rest = t % (GROUP * n_columns)
+    return first + rest % size, rest // size

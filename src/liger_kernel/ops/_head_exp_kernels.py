@@ -21,21 +21,12 @@ its base, by kernels that find nothing to do otherwise: no host decides.
 
 from liger_kernel.ops._ce_lanes import log1p, transform
 from liger_kernel.ops._device import LN2, exp, row_base
-from liger_kernel.ops._dot import dot
+from liger_kernel.ops._dot import dot, grouped
 from liger_kernel.ops._triton import tl, triton
 
 _MOST = tl.constexpr(
     2.0**80
 )  # of `rest`: products with E, of up to 2^20 terms, stay far within fp32
-
-
-@triton.jit
-def _place(t, m_blocks, n_blocks, GROUP: tl.constexpr):
-    """Row and column block of the t-th tile: GROUP row tiles share columns of the weight while these are in L2."""
-    first = t // (GROUP * n_blocks) * GROUP
-    size = tl.minimum(m_blocks - first, GROUP)
-    rest = t % (GROUP * n_blocks)
-    return first + rest % size, rest // size
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -111,7 +102,7 @@ def product_kernel(
     if GUARDED:
         tiles *= tl.load(AGAIN)
     for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        m, n = _place(t, m_blocks, n_blocks, GROUP)
+        m, n = grouped(t, m_blocks, n_blocks, GROUP)
         z = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, n_hidden, BK, num_stages=STAGES):
             z += dot(X.load([m * BM, k]), W.load([n * BN, k]).T, PRECISION)
@@ -220,7 +211,7 @@ def back_kernel(
 ):  # fmt: skip
     """dh = f (E' W), rounded once. DH, E, W: descriptors of [rows, hidden], [rows, columns], [columns, hidden]."""
     for t in tl.range(tl.program_id(0), m_blocks * n_blocks, tl.num_programs(0), flatten=True):
-        m, n = _place(t, m_blocks, n_blocks, GROUP)
+        m, n = grouped(t, m_blocks, n_blocks, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, n_cols, BK, num_stages=STAGES):
             acc += dot(E.load([m * BM, k]), W.load([k, n * BN]), PRECISION)

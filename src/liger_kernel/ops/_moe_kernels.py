@@ -17,7 +17,7 @@ K_MAJOR  a weight is contiguous along the dimension that is summed over.
 # (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
 
 from liger_kernel.ops._device import LOG2E, SQRT_HALF, row_base
-from liger_kernel.ops._dot import dot
+from liger_kernel.ops._dot import dot, grouped
 from liger_kernel.ops._gated import _CUBIC, _TWICE_SQRT_2_OVER_PI, _activation
 from liger_kernel.ops._triton import tl, triton
 
@@ -25,18 +25,9 @@ CLIP: tl.constexpr = tl.constexpr(1 << 30)  # more rows than any result has, see
 
 
 @triton.jit
-def _grouped(t, n_tiles, n_blocks, GROUP: tl.constexpr):
-    """Row tile and column block of the t-th of all. Row tiles of a group vary fastest."""
-    first = t // (GROUP * n_blocks) * GROUP
-    size = tl.minimum(n_tiles - first, GROUP)
-    rest = t % (GROUP * n_blocks)
-    return first + rest % size, rest // size
-
-
-@triton.jit
 def _decode(t, n_tiles, n_blocks, TILES, GROUP: tl.constexpr):
     """The t-th of all: its column block, its row tile and that one's expert, first row and end of rows."""
-    tile, block = _grouped(t, n_tiles, n_blocks, GROUP)
+    tile, block = grouped(t, n_tiles, n_blocks, GROUP)
     entry = TILES + tile * 3
     return block, tile, tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
@@ -266,7 +257,7 @@ def weight_grad_kernel(
             step = 0
             tile += n_programs
             expert = tile // per_expert
-            m, n = _grouped(tile % per_expert, m_blocks, n_blocks, GROUP)
+            m, n = grouped(tile % per_expert, m_blocks, n_blocks, GROUP)
             m0, n0 = m * BM, n * BN
             total = tl.load(TOTALS + expert)
             # beyond all slots for an expert without rows: descriptors bring zeros from there
