@@ -69,7 +69,7 @@ class DistillationOptions:
 def results(
     loss: Tensor, soft: Tensor, hard: Tensor, count: Tensor, parts: bool, counted: bool
 ) -> Any:
-    """What the classes return: loss[, soft, hard][, count]."""
+    """What the classes return: `loss[, soft, hard][, count]`."""
     found = (loss, *((soft, hard) if parts else ()), *((count,) if counted else ()))
     return found if len(found) > 1 else loss
 
