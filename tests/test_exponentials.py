@@ -196,6 +196,9 @@ def test_who_takes_it(device, monkeypatch):
     assert not exponentials.apply_to(
         hidden, HeadParams(weight.new_empty(V, H + 1)[:, 1:]), kernels=True
     )
+    for turned in (weight.t().contiguous().t(), weight.float().t().contiguous().t()):
+        assert not exponentials.apply_to(hidden, HeadParams(turned), kernels=True)
+    assert exponentials.apply_to(hidden, HeadParams(weight.float()), kernels=True)
     pair = (hidden.new_zeros(N, 4), weight.new_zeros(V, 4))
     assert not exponentials.apply_to(hidden, HeadParams(weight, low_rank=pair), kernels=True)
 

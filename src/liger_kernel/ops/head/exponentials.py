@@ -55,8 +55,9 @@ def apply_to(hidden: Tensor, head: HeadParams, kernels: bool) -> bool:
     whole = head.shard is None and head.low_rank is None
     if not (whole and ((hopper and hidden.shape[-1] >= _NARROW) or _env.interpreting())):
         return False
-    same = weight.dtype == hidden.dtype  # else it is copied, and the copy is aligned
-    return hidden.shape[-1] % 8 == 0 and (not same or aligned(weight))
+    # of another dtype it is copied, and the copy of adjacent rows is aligned
+    fits = weight.stride(1) == 1 and (aligned(weight) or weight.dtype != hidden.dtype)
+    return fits and hidden.shape[-1] % 8 == 0
 
 
 def plan_for(
