@@ -7,6 +7,9 @@ Three matrix products: for "mean" and "sum" the gradients dh and dW are made in 
 (`ops.head.engine`), and handed over in backward. "none" recomputes the chunks in backward with the real per-token
 upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before rounding.
 
+On Hopper bf16 losses without smoothing, z-loss and predictions take products whose epilogue is the softmax
+(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none.
+
 Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within
         `memory_budget`, by default 0.5 % of device memory within 128..640 MiB (64 MiB on a CPU).
         accum_dtype=None accumulates dW in the weight's dtype, one rounding a chunk; up to 8 chunks that stays below the

@@ -12,6 +12,9 @@ argmax are differentiable, so any loss over a vocabulary is a few lines of torch
 Four matrix products: backward makes the chunks of logits again (a loss that is known in advance needs three:
 `ops.head.objective`). Ignored tokens are dropped before the first product.
 
+On Hopper, in bf16 and without the extras, the products' epilogue is the softmax (`ops.head.exponentials`): logits are
+never rounded, whatever `logits_dtype`, and forward stores none.
+
 Memory  Between forward and backward: the inputs, a quantised weight as it is. During a pass: one chunk of logits within
         `memory_budget` (as in `fused_linear_cross_entropy`), a quantised weight made dense, in backward also the
         gradients.
