@@ -52,8 +52,8 @@ def _run(
 ):
     a = torch.linspace(-1, 2, N, device=hidden.device) if upstream is None else upstream
 
-    def per_token(logp, start, stop, index):
-        return logp, a[start:stop] if index is None else a[index]
+    def per_token(known, start, stop, index):
+        return known.logp, a[start:stop] if index is None else a[index]
 
     wanted = Wanted(True, True, bias is not None) if wanted is None else wanted
     found, grads = exponentials.run(
@@ -214,3 +214,20 @@ def test_an_operator_that_takes_it(device, monkeypatch):
     (dh,) = torch.autograd.grad(got.sum(), hidden)
     (true,) = torch.autograd.grad(want.sum(), hidden)
     _near(dh, true.double(), 1.5e-2 if EXACT else 5e-3)  # the interpreter truncates to bf16
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_hits(far, device):
+    """Where the label's logit is the largest, whether or not a chunk was done again."""
+    hidden, weight, targets, _ = _batch(device)
+    if far:
+        _far(weight, hidden, targets)
+    best = (hidden.double() @ weight.double().t()).argmax(-1)
+    targets[::2] = best[::2]
+    targets[::5] = IGNORE
+    found, _ = exponentials.run(
+        hidden, HeadParams(weight), lambda known, *_: (known.correct, known.logp), Wanted(True, True), targets=targets,
+        ignore_index=IGNORE, keep=None, budget=40 * 1400, accum_dtype=None, hits=True,
+    )  # fmt: skip
+    assert len(found) > 1
+    assert torch.equal(torch.cat(found).bool(), targets == best)

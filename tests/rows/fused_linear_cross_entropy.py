@@ -110,6 +110,7 @@ ROWS = [
         options={
             "reduction": ["mean", "none"],
             "use_token_scaling": [True],
+            "return_token_accuracy": [False, True],
             "softcap": [None, 5.0],
         },
         grads=("input", "weight"),

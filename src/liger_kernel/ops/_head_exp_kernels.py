@@ -63,9 +63,10 @@ def target_kernel(
 @triton.jit
 def _exponentials(
     z, E, row, col, base, label, BIAS, n_cols, inner, outer,
-    MODE: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr, RAGGED: tl.constexpr, BN: tl.constexpr,
+    MODE: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr, HITS: tl.constexpr, RAGGED: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of products from (row, col) on adds to PARTIALS."""
+    """What a tile of products from (row, col) on adds to PARTIALS, and the largest E there."""
     cols = col + tl.arange(0, BN)
     if HAS_BIAS:
         z += tl.load(BIAS + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
@@ -74,25 +75,29 @@ def _exponentials(
         if RAGGED:
             x = tl.where((cols < n_cols)[None, :], x, float("-inf"))
         part = tl.max(x, axis=1)
+        top = part
     else:
         e = tl.where(cols[None, :] == label[:, None], 0.0, exp(x - base[:, None]))
         if RAGGED:
             e = tl.where((cols < n_cols)[None, :], e, 0.0)
         part = tl.sum(e, axis=1)
+        top = part
+        if HITS:
+            top = tl.max(e, axis=1)
         if MODE == "store":
             E.store([row, col], (e * slope).to(E.dtype))
-    return part
+    return part, top
 
 
 @triton.jit
 def product_kernel(
-    E, PARTIALS, X, W, BIAS, BASE, T, AGAIN, n_rows, n_cols, n_hidden, m_blocks, n_blocks, inner, outer,
-    MODE: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr, GUARDED: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr,
+    E, PARTIALS, TOPS, X, W, BIAS, BASE, T, AGAIN, n_rows, n_cols, n_hidden, m_blocks, n_blocks, inner, outer,
+    MODE: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr, HITS: tl.constexpr, GUARDED: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """PARTIALS[n, row] = sum of E over the n-th block of columns without the label ("sum"), and E dx/dz itself
-    ("store"); or the largest x there ("top").
+    ("store"); or the largest x there ("top"). HITS: TOPS[n, row] = the largest E of the block.
 
     X, W, E: descriptors of [rows, hidden], [columns, hidden], and [rows, columns] in halves of a tile: they take fewer
     registers and less shared memory. GUARDED: nothing unless AGAIN is 1.
@@ -110,14 +115,19 @@ def product_kernel(
         base = tl.load(BASE + rows, mask=rows < n_rows, other=float("inf"))
         label = tl.load(T + rows, mask=rows < n_rows, other=-1).to(tl.int32)
         left, right = tl.split(tl.permute(tl.reshape(z, (BM, 2, HALF)), (0, 2, 1)))
-        part = _exponentials(
-            left, E, m * BM, n * BN, base, label, BIAS, n_cols, inner, outer, MODE, FORM, HAS_BIAS, RAGGED, HALF
+        part, top = _exponentials(
+            left, E, m * BM, n * BN, base, label, BIAS, n_cols, inner, outer,
+            MODE, FORM, HAS_BIAS, HITS, RAGGED, HALF,
         )  # fmt: skip
-        more = _exponentials(
-            right, E, m * BM, n * BN + HALF, base, label, BIAS, n_cols, inner, outer, MODE, FORM, HAS_BIAS, RAGGED, HALF
+        more, higher = _exponentials(
+            right, E, m * BM, n * BN + HALF, base, label, BIAS, n_cols, inner, outer,
+            MODE, FORM, HAS_BIAS, HITS, RAGGED, HALF,
         )  # fmt: skip
         part = tl.maximum(part, more) if MODE == "top" else part + more
-        tl.store(PARTIALS + row_base(n, n_rows) + rows, part, mask=rows < n_rows)
+        at = row_base(n, n_rows) + rows
+        tl.store(PARTIALS + at, part, mask=rows < n_rows)
+        if HITS:
+            tl.store(TOPS + at, tl.maximum(top, higher), mask=rows < n_rows)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks"])
@@ -140,11 +150,11 @@ def rebase_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks"])
 def finish_kernel(
-    LOGP, TOTAL, REST, AGAIN, PARTIALS, X_Y, BASE, n_rows, n_blocks,
-    GUARDED: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    LOGP, TOTAL, REST, CORRECT, AGAIN, PARTIALS, TOPS, X_Y, BASE, n_rows, n_blocks,
+    HITS: tl.constexpr, GUARDED: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """rest, total = E_y + rest and logp of every row; AGAIN = 1 if a `rest` is too large. An ignored row: logp = 0,
-    total = 1.
+    total = 1. HITS: CORRECT = 1 where the label's logit is above all others, 0 in ignored rows.
     """
     wanted = 1
     if GUARDED:
@@ -152,12 +162,14 @@ def finish_kernel(
     if wanted != 0:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         m_rows = rows < n_rows
-        rest = tl.zeros((ROWS,), tl.float32)
+        rest, top = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
         for start in range(0, n_blocks, BLOCKS):
             ns = start + tl.arange(0, BLOCKS)
-            at = PARTIALS + row_base(ns, n_rows)[:, None] + rows[None, :]
-            part = tl.load(at, mask=(ns < n_blocks)[:, None] & m_rows[None, :], other=0.0)
-            rest += tl.sum(part, axis=0)
+            at = row_base(ns, n_rows)[:, None] + rows[None, :]
+            mask = (ns < n_blocks)[:, None] & m_rows[None, :]
+            rest += tl.sum(tl.load(PARTIALS + at, mask=mask, other=0.0), axis=0)
+            if HITS:
+                top = tl.maximum(top, tl.max(tl.load(TOPS + at, mask=mask, other=0.0), axis=0))
         x_y = tl.load(X_Y + rows, mask=m_rows, other=0.0)
         base = tl.load(BASE + rows, mask=m_rows, other=0.0)
         absent = base == float("inf")
@@ -169,6 +181,8 @@ def finish_kernel(
         tl.store(LOGP + rows, -nll, mask=m_rows)
         tl.store(TOTAL + rows, total, mask=m_rows)
         tl.store(REST + rows, rest, mask=m_rows)
+        if HITS:
+            tl.store(CORRECT + rows, tl.where(absent, 0.0, (top < e_y).to(tl.float32)), mask=m_rows)
         if not GUARDED:
             over = tl.max((m_rows & (rest >= _MOST)).to(tl.int32), axis=0)
             if over != 0:

@@ -7,7 +7,7 @@ Three matrix products: for "mean" and "sum" the gradients dh and dW are made in 
 (`ops.head.engine`), and handed over in backward. "none" recomputes the chunks in backward with the real per-token
 upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before rounding.
 
-On Hopper bf16 losses without smoothing, z-loss and predictions take products whose epilogue is the softmax
+On Hopper bf16 losses without smoothing, z-loss and predicted tokens take products whose epilogue is the softmax
 (`ops.head.exponentials`): logits are never rounded, and a loss alone stores none.
 
 Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within
@@ -102,11 +102,11 @@ def head_cross_entropy(
     scales = factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide)
     each = None if upstream is None else upstream.reshape(-1).expand(n)
     wanted = Wanted(need_dh, need_dw, need_db)
-    plain = not (label_smoothing or lse_square_scale or want_accuracy or want_prediction)
+    plain = not (label_smoothing or lse_square_scale or want_prediction)
     call: dict[str, Any] = {"keep": keep, "budget": budget, "accum_dtype": accum_dtype}
     if plain and exponentials.apply_to(hidden, head, kernels):
         per_token = _of_logp(labels, ce_weight, scales[0], each, token_scaling, ignore_index)
-        call |= {"targets": labels, "ignore_index": ignore_index}
+        call |= {"targets": labels, "ignore_index": ignore_index, "hits": want_accuracy}
         found, grads = exponentials.run(hidden, head, per_token, wanted, **call)
     else:
         options = {
@@ -156,8 +156,9 @@ def _of_logp(
     """The loss of a chunk's tokens and its derivative, from their log-probabilities."""
 
     def per_token(
-        logp: Tensor, start: int, stop: int, index: Tensor | None
+        known: exponentials.Targets, start: int, stop: int, index: Tensor | None
     ) -> tuple[RowStats, Tensor]:
+        logp = known.logp
         y = part(labels, start, stop, index)
         factor = scale
         if ce_weight is not None:
@@ -170,7 +171,9 @@ def _of_logp(
             a = a * part(upstream, start, stop, index)
         # a label out of range has the loss NaN, and shall have such a gradient
         a = a + 0.0 * loss
-        return RowStats(torch.stack((loss, torch.zeros_like(loss))), y.new_empty(0)), a
+        zero = torch.zeros_like(loss)
+        correct = zero if known.correct is None else known.correct
+        return RowStats(torch.stack((loss, zero, zero, correct)), y.new_empty(0)), a
 
     return per_token
 

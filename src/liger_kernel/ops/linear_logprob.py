@@ -98,7 +98,8 @@ def _pass(
     more = want_entropy or want_argmax or ids is not None or (upstream and upstream[1] is not None)
     if not more and exponentials.apply_to(hidden, head, kernels):
 
-        def per_token(logp: Tensor, *place: Any) -> tuple[Any, Tensor | None]:
+        def per_token(known: exponentials.Targets, *place: Any) -> tuple[Any, Tensor | None]:
+            logp = known.logp
             if upstream is None:
                 return (_stats_of(logp), None), None
             a = upstream[0]

@@ -11,8 +11,9 @@ For losses of the targets' log-probabilities alone. Formulas: `ops._head_exp_ker
 against product, row kernel, two products of `head.engine`: one read and one write of the chunk less, and fp32 logits.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,17 @@ _NARROW = 896
 # dh is torch's product where tiles would leave more than the rest of the programs' rounds empty.
 _BUSY = 0.9
 
-# (log-probabilities [C] fp32, start, stop, index) -> (anything, dL/dlogp [C] if a gradient is wanted)
-PerToken = Callable[[Tensor, int, int, Tensor | None], tuple[Any, Tensor | None]]
+
+class Targets(NamedTuple):
+    """What is known of a chunk's targets, `[C]` fp32: log-probabilities (0 where ignored, NaN for a label out of range)
+    and, where asked for, 1 where the target's logit is above all others."""
+
+    logp: Tensor
+    correct: Tensor | None
+
+
+# (targets, start, stop, index) -> (anything, dL/dlogp [C] if a gradient is wanted)
+PerToken = Callable[[Targets, int, int, Tensor | None], tuple[Any, Tensor | None]]
 
 
 def apply_to(hidden: Tensor, head: HeadParams, kernels: bool) -> bool:
@@ -74,10 +84,10 @@ def plan_for(
 def run(
     hidden: Tensor, head: HeadParams, per_token: PerToken, wanted: Wanted, *, targets: Tensor, ignore_index: int,
     keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None, cuts: list[tuple[int, int]] | None = None,
-    into: Tensor | None = None,
+    into: Tensor | None = None, hits: bool = False,
 ) -> tuple[list[Any], Gradients]:  # fmt: skip
     """As `head.engine.run`, but per_token gets the log-probabilities of the targets `[N]` of a chunk, and gives their
-    derivatives.
+    derivatives. hits: ask for `Targets.correct`.
     """
     h = rows(hidden)
     h = h if aligned(h) or not h.numel() else h.clone(memory_format=torch.contiguous_format)
@@ -88,14 +98,14 @@ def run(
     dropped = keep is not None
     sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, dropped, into)
     longest = max((stop - start for start, stop in cuts), default=0)
-    chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, h)
+    chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, hits, h)
     found: list[Any] = []
     with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
         for start, stop in cuts:
             index = None if keep is None else keep[start:stop]
             x, y = (part(t, start, stop, index) for t in (h, targets))
             spare = None if index is not None or sums.dh is None else sums.dh[start:stop]
-            result, a = per_token(chunk.logp(x, y, spare), start, stop, index)
+            result, a = per_token(chunk.measure(x, y, spare), start, stop, index)
             found.append(result)
             if wanted.any:
                 assert a is not None
@@ -122,8 +132,8 @@ class _Chunk:
     """The buffers of chunks of up to `most` tokens, and the launches that fill them."""
 
     def __init__(
-        self, head: HeadParams, ignore_index: int, most: int, stride: int, store: bool, like: Tensor
-    ):
+        self, head: HeadParams, ignore_index: int, most: int, stride: int, store: bool, hits: bool, like: Tensor,
+    ):  # fmt: skip
         self.head, self.ignore_index, self.store, self.device = (
             head,
             ignore_index,
@@ -137,25 +147,21 @@ class _Chunk:
         # zeros: matrix products of a CPU read the padding
         make = torch.zeros if _env.interpreting() else torch.empty
         self.buffer = make(most if store else 1, stride, dtype=like.dtype, device=like.device)
-        self.numbers = like.new_empty((6, most), dtype=torch.float32)
+        self.numbers, self.hits = like.new_empty((7, most), dtype=torch.float32), hits
         self.again = like.new_empty(1, dtype=torch.int32)
 
-    def logp(self, x: Tensor, y: Tensor, spare: Tensor | None) -> Tensor:
-        """`[C]` fp32 log-probabilities of y `[C]` given x `[C, H]`; 0 where ignored, NaN for a label out of range.
+    def measure(self, x: Tensor, y: Tensor, spare: Tensor | None) -> Targets:
+        """Of y `[C]` given x `[C, H]`.
 
         spare: contiguous memory that nobody reads until then, for the sums of E where it is enough.
         """
         n, weight, bias = x.shape[0], self.head.weight, self.head.bias
         self.x, self.y, self.n = x, y, n
-        wide = (
-            None if spare is None else spare.view(-1)[: spare.numel() // 2 * 2].view(torch.float32)
-        )
-        enough = wide is not None and wide.numel() >= n * self.blocks
-        self.parts: Any = wide if enough else x.new_empty((self.blocks, n), dtype=torch.float32)
+        self.parts, self.tops = self._partials(x, spare)
         self.exps = self.buffer[: n if self.store else 1, : self.vocab]
-        self.x_y, self.slope_y, self.base, logp, self.total, self.rest = self.numbers[:, :n].unbind(
-            0
-        )
+        self.x_y, self.slope_y, self.base, logp, self.total, self.rest, correct = self.numbers[
+            :, :n
+        ].unbind(0)
         launch(
             kernels.target_kernel, (n,), self.device, self.x_y, self.slope_y, self.base, self.again, x, x.stride(0),
             weight, weight.stride(0), x if bias is None else bias, y, self.vocab, self.width, self.ignore_index,
@@ -163,28 +169,44 @@ class _Chunk:
             num_warps=4,
         )  # fmt: skip
         self._product("store" if self.store else "sum")
-        self._finish(logp)
+        self._finish(logp, correct)
         # From here on nothing happens unless a label lay 55 nats below the largest logit.
         self._product("top", guarded=True)
         self._by_row(kernels.rebase_kernel, self.base, self.rest, self.parts, self.again)
         self._product("store" if self.store else "sum", guarded=True)
-        self._finish(logp, guarded=True)
-        return logp.clone()
+        self._finish(logp, correct, guarded=True)
+        return Targets(logp.clone(), correct.clone() if self.hits else None)
+
+    def _partials(self, x: Tensor, spare: Tensor | None) -> tuple[Tensor, Tensor]:
+        """fp32 of every block of columns and every row, for sums and, where asked for, maxima."""
+        sizes = (1 + self.hits, self.blocks, self.n)
+        wide = (
+            None if spare is None else spare.view(-1)[: spare.numel() // 2 * 2].view(torch.float32)
+        )
+        if wide is not None and wide.numel() >= math.prod(sizes):
+            both = wide[: math.prod(sizes)].view(sizes)
+        else:
+            both = x.new_empty(sizes, dtype=torch.float32)
+        return both[0], both[-1]
 
     def _product(self, mode: str, guarded: bool = False) -> None:
         m_blocks, bias = cdiv(self.n, _TILE["BM"]), self.head.bias
+        flags = {
+            "MODE": mode, "FORM": self.form, "HAS_BIAS": bias is not None, "HITS": self.hits and mode != "top",
+            "GUARDED": guarded, "RAGGED": self.vocab % _TILE["BN"] != 0, "PRECISION": precision(self.x.dtype),
+        }  # fmt: skip
         launch(
-            kernels.product_kernel, self._grid(m_blocks * self.blocks), self.device, _halves(self.exps),
-            self.parts, _tiled(self.x, "BM", "BK"), _tiled(self.head.weight, "BN", "BK"),
+            kernels.product_kernel, self._grid(m_blocks * self.blocks), self.device, _halves(self.exps), self.parts,
+            self.tops, _tiled(self.x, "BM", "BK"), _tiled(self.head.weight, "BN", "BK"),
             self.base if bias is None else bias, self.base, self.y, self.again, self.n, self.vocab, self.width,
-            m_blocks, self.blocks, *self.transform, MODE=mode, FORM=self.form, HAS_BIAS=bias is not None,
-            GUARDED=guarded, RAGGED=self.vocab % _TILE["BN"] != 0, PRECISION=precision(self.x.dtype), GROUP=_GROUP,
+            m_blocks, self.blocks, *self.transform, **flags, GROUP=_GROUP,
             STAGES=_STAGES if mode == "store" else _STAGES_UNWRITTEN, **_TILE,
         )  # fmt: skip
 
-    def _finish(self, logp: Tensor, guarded: bool = False) -> None:
-        given = (self.again, self.parts, self.x_y, self.base)
-        self._by_row(kernels.finish_kernel, logp, self.total, self.rest, *given, GUARDED=guarded)
+    def _finish(self, logp: Tensor, correct: Tensor, guarded: bool = False) -> None:
+        results = (logp, self.total, self.rest, correct)
+        given = (self.again, self.parts, self.tops, self.x_y, self.base)
+        self._by_row(kernels.finish_kernel, *results, *given, HITS=self.hits, GUARDED=guarded)
 
     def _by_row(self, kernel: Any, *args: Tensor, **flags: bool) -> None:
         grid = (cdiv(self.n, _SUMMED["ROWS"]),)

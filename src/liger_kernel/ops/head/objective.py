@@ -129,8 +129,10 @@ def _one_pass(
 
     if not call.asked and exponentials.apply_to(hidden, head, call.kernels):
 
-        def per_token(logp: Tensor, start: int, stop: int, index: Tensor | None) -> Any:
-            leaves = {"logp": logp}
+        def per_token(
+            known: exponentials.Targets, start: int, stop: int, index: Tensor | None
+        ) -> Any:
+            leaves = {"logp": known.logp}
             loss, extras = _share(call, leaves, None, index, groups[start, stop], wanted.any)
             return (loss.detach(), extras), _derivatives(loss, leaves)["logp"]
 
