@@ -48,6 +48,9 @@ _UNTRIED = (
 )
 _RANK = "256 pairs are compared with one another, once in a layer and in microseconds."
 _CAPPED = "An exponential and a slope for each of 128 x 256 sums; another pass over the chunk would cost more."
+_PAIR = (
+    "Two distributions, caps and a hard loss in one read of both; a second read would cost more."
+)
 _EXACT = "fp32 products without tensor cores: for tests of exactness, not for speed."
 
 SPILLS = [
@@ -68,6 +71,7 @@ SPILLS = [
     Spill("softmax._backward_kernel", {"BLOCK": 32768}, NVIDIA, 64, _WIDE),
     Spill("_group_norm_kernels.forward_kernel", {"num_warps": 32}, NVIDIA, 64, _WIDE),
     Spill("_moe_routing._place_kernel", {}, NVIDIA, 96, _RANK),
+    Spill("_head_pair_kernels.pair_kernel", {"S_FORM": "capped"}, NVIDIA, 64, _PAIR),
     Spill("_moe_kernels.up_kernel", {"HAS_BIAS": True}, ("sm_100",), 192, _UNTRIED),
     Spill("_poly_norm_kernels.backward_wide_kernel", {"BLOCK": 8192}, NVIDIA, 64, _WIDE),
     Spill(
