@@ -155,7 +155,7 @@ def device_info(device: torch.device) -> DeviceInfo:
     """Facts about `device`, asked once per device."""
     if device.type not in _TRITON_DEVICES:
         return DeviceInfo("cpu", "cpu", 4, 32, 1 << 30, _host_memory())
-    props = _module(device).get_device_properties(device)
+    props = memory_module(device).get_device_properties(device)
     total = props.total_memory
     if device.type == "xpu":
         return DeviceInfo(props.name, "xpu", props.max_compute_units, 32, 64 << 10, total)
@@ -170,7 +170,7 @@ def current_device(device_type: str) -> torch.device:
     """The device of this type that new tensors land on."""
     if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(device_type, _module(torch.device(device_type)).current_device())
+    return torch.device(device_type, memory_module(torch.device(device_type)).current_device())
 
 
 def default_device() -> torch.device:
@@ -190,14 +190,14 @@ def infer_device() -> str:
 
 def device_count(device_type: str) -> int:
     """How many devices of this type there are (1 CPU)."""
-    return 1 if device_type == "cpu" else _module(torch.device(device_type)).device_count()
+    return 1 if device_type == "cpu" else memory_module(torch.device(device_type)).device_count()
 
 
 def on_device(device: torch.device) -> Any:
     """A context in which `device` is current; free when it already is."""
     if device.type == "cpu":
         return _NO_GUARD
-    module = _module(device)
+    module = memory_module(device)
     if device.index is None or module.current_device() == device.index:
         return _NO_GUARD
     return module.device(device)
@@ -218,12 +218,12 @@ def raw_stream(index: int) -> int | None:
 def synchronize(device: torch.device) -> None:
     """Wait for everything queued on `device`."""
     if device.type != "cpu":
-        _module(device).synchronize(device)
+        memory_module(device).synchronize(device)
 
 
 def event(device: torch.device) -> Any:
     """A timing event of the accelerator `device`."""
-    return _module(device).Event(enable_timing=True)
+    return memory_module(device).Event(enable_timing=True)
 
 
 def capturing(device: torch.device) -> bool:
@@ -235,9 +235,6 @@ def capturing(device: torch.device) -> bool:
 def memory_module(device: torch.device) -> Any:
     """The torch module with `max_memory_allocated` and friends for an accelerator `device`."""
     return getattr(torch, device.type)
-
-
-_module = memory_module
 
 
 def _host_memory() -> int:
@@ -313,7 +310,7 @@ _AMD = {"gfx908": "cdna1", "gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna
 def arch_family(device: torch.device) -> str:
     """The architecture's common name: "hopper", "cdna3", "pvc"; its code if it has none here."""
     if device.type == "npu":
-        name = _module(device).get_device_name(device).lower()
+        name = memory_module(device).get_device_name(device).lower()
         return next((f"ascend{n}" for n in ("910", "310") if n in name), "npu")
     info = device_info(device)
     if device.type == "xpu":

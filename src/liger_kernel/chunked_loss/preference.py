@@ -151,10 +151,11 @@ class Batch:
         self.target, self.ignore_index, self.options = target, ignore_index, options
         self.dtype = compute_dtype(hidden)
         self.valid = target != ignore_index
-        self.counts = self.valid.sum(-1).to(self.dtype)
+        tokens = self.valid.sum(-1)
+        self.counts = tokens.to(self.dtype)
         self.lengths = self.counts.clamp(min=1) if average else torch.ones_like(self.counts)
         # The one wait, before anything is queued that would have to be waited for.
-        self.sizes = None if torch.compiler.is_compiling() else self.valid.sum(-1).tolist()
+        self.sizes = None if torch.compiler.is_compiling() else tokens.tolist()
 
     def logps(self, tokens: Tokens) -> Tensor:
         """l of every sequence `[B]`, right for those whose tokens are in this chunk."""

@@ -42,3 +42,9 @@ def grouped(t, n_rows, n_columns, GROUP: tl.constexpr):
     size = tl.minimum(n_rows - first, GROUP)
     rest = t % (GROUP * n_columns)
     return first + rest % size, rest // size
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """The left and the right columns of [ROWS, 2 HALF]."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))

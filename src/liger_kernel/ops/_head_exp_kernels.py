@@ -21,12 +21,11 @@ its base, by kernels that find nothing to do otherwise: no host decides.
 
 from liger_kernel.ops._ce_lanes import log1p, transform
 from liger_kernel.ops._device import LN2, exp, row_base
-from liger_kernel.ops._dot import dot, grouped
+from liger_kernel.ops._dot import dot, grouped, halves
 from liger_kernel.ops._triton import tl, triton
 
-_MOST = tl.constexpr(
-    2.0**80
-)  # of `rest`: products with E, of up to 2^20 terms, stay far within fp32
+# Of `rest`: products with E, of up to 2^20 terms, stay far within fp32.
+_MOST = tl.constexpr(2.0**80)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -114,7 +113,7 @@ def product_kernel(
         rows = m * BM + tl.arange(0, BM)
         base = tl.load(BASE + rows, mask=rows < n_rows, other=float("inf"))
         label = tl.load(T + rows, mask=rows < n_rows, other=-1).to(tl.int32)
-        left, right = tl.split(tl.permute(tl.reshape(z, (BM, 2, HALF)), (0, 2, 1)))
+        left, right = halves(z, BM, HALF)
         part, top = _exponentials(
             left, E, m * BM, n * BN, base, label, BIAS, n_cols, inner, outer,
             MODE, FORM, HAS_BIAS, HITS, RAGGED, HALF,

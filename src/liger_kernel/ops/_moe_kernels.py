@@ -17,7 +17,7 @@ K_MAJOR  a weight is contiguous along the dimension that is summed over.
 # (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
 
 from liger_kernel.ops._device import LOG2E, SQRT_HALF, row_base
-from liger_kernel.ops._dot import dot, grouped
+from liger_kernel.ops._dot import dot, grouped, halves
 from liger_kernel.ops._gated import _CUBIC, _TWICE_SQRT_2_OVER_PI, _activation
 from liger_kernel.ops._triton import tl, triton
 
@@ -76,12 +76,6 @@ def _product(
             w = w.reshape(BN, BK).T if K_MAJOR else w.reshape(BK, BN)
         acc += dot(a, w, PRECISION)
     return acc
-
-
-@triton.jit
-def _halves(x, BM: tl.constexpr, HALF: tl.constexpr):
-    """The left and the right columns of [BM, 2 HALF]."""
-    return tl.split(tl.permute(tl.reshape(x, (BM, 2, HALF)), (0, 2, 1)))
 
 
 @triton.jit
@@ -161,7 +155,7 @@ def up_kernel(
         if HAS_BIAS:
             bias = tl.load(BIAS + row_base(expert, n_n * 2) + cols, mask=m_cols, other=0.0)
             both += bias.to(tl.float32)[None, :]
-        left, right = _halves(both, BM, HALF)
+        left, right = halves(both, BM, HALF)
         # left, y, right: y is computed while left is on its way
         if PAIR == "halves":
             if KEEP:
@@ -204,7 +198,7 @@ def rows_kernel(
             bias = tl.load(BIAS + row_base(expert, n_n) + cols, mask=m_cols, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         y_first = tile * BM if TO_SLOTS else first
-        left, right = _halves(acc, BM, BN // 2)
+        left, right = halves(acc, BM, BN // 2)
         _store(Y, y_first, size, 0, n0, n_n, left, 1, TMA, BM, BN // 2)
         _store(Y, y_first, size, 0, n0 + BN // 2, n_n, right, 1, TMA, BM, BN // 2)
 
@@ -275,7 +269,7 @@ def weight_grad_kernel(
             q = tl.load(q_at, mask=m_rows & (ns < n_n)[None, :], other=0.0)
         acc += dot(p.T, q, PRECISION)
         if step == n_here - 1:
-            left, right = _halves(acc, BM, BN // 2)
+            left, right = halves(acc, BM, BN // 2)
             _store_grad(DW, sDW_e, sDW_m, sDW_n, expert, m0, n0, n_m, n_n, left, TMA, BM, BN // 2)
             n1 = n0 + BN // 2
             _store_grad(DW, sDW_e, sDW_m, sDW_n, expert, m0, n1, n_m, n_n, right, TMA, BM, BN // 2)

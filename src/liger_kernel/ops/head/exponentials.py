@@ -134,12 +134,8 @@ class _Chunk:
     def __init__(
         self, head: HeadParams, ignore_index: int, most: int, stride: int, store: bool, hits: bool, like: Tensor,
     ):  # fmt: skip
-        self.head, self.ignore_index, self.store, self.device = (
-            head,
-            ignore_index,
-            store,
-            like.device,
-        )
+        self.head, self.ignore_index, self.device = head, ignore_index, like.device
+        self.store, self.hits = store, hits
         self.vocab, self.width = head.weight.shape
         self.blocks = cdiv(self.vocab, _TILE["BN"])
         scales = (head.pre_scale, head.softcap, head.post_scale / head.temperature)
@@ -147,7 +143,7 @@ class _Chunk:
         # zeros: matrix products of a CPU read the padding
         make = torch.zeros if _env.interpreting() else torch.empty
         self.buffer = make(most if store else 1, stride, dtype=like.dtype, device=like.device)
-        self.numbers, self.hits = like.new_empty((7, most), dtype=torch.float32), hits
+        self.numbers = like.new_empty((7, most), dtype=torch.float32)
         self.again = like.new_empty(1, dtype=torch.int32)
 
     def measure(self, x: Tensor, y: Tensor, spare: Tensor | None) -> Targets:
@@ -159,9 +155,8 @@ class _Chunk:
         self.x, self.y, self.n = x, y, n
         self.parts, self.tops = self._partials(x, spare)
         self.exps = self.buffer[: n if self.store else 1, : self.vocab]
-        self.x_y, self.slope_y, self.base, logp, self.total, self.rest, correct = self.numbers[
-            :, :n
-        ].unbind(0)
+        numbers = self.numbers[:, :n].unbind(0)
+        self.x_y, self.slope_y, self.base, logp, self.total, self.rest, correct = numbers
         launch(
             kernels.target_kernel, (n,), self.device, self.x_y, self.slope_y, self.base, self.again, x, x.stride(0),
             weight, weight.stride(0), x if bias is None else bias, y, self.vocab, self.width, self.ignore_index,
