@@ -72,6 +72,7 @@ SPILLS = [
     Spill("_group_norm_kernels.forward_kernel", {"num_warps": 32}, NVIDIA, 64, _WIDE),
     Spill("_moe_routing._place_kernel", {}, NVIDIA, 96, _RANK),
     Spill("_head_pair_kernels.pair_kernel", {"S_FORM": "capped"}, NVIDIA, 64, _PAIR),
+    Spill("_head_pair_kernels.pair_kernel", {"num_warps": 32}, NVIDIA, 160, _PAIR),
     Spill("_moe_kernels.up_kernel", {"HAS_BIAS": True}, ("sm_100",), 192, _UNTRIED),
     Spill("_poly_norm_kernels.backward_wide_kernel", {"BLOCK": 8192}, NVIDIA, 64, _WIDE),
     Spill(

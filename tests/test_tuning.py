@@ -26,8 +26,7 @@ plain = pytest.mark.plain
 def told_apart(table, entry, n_rows):
     """What of an entry Triton's interpreter notices: it has neither warps nor pipelines."""
     if table.name.startswith("cross_entropy"):  # threads are an axis of its tiles
-        warps, *per_sm = entry
-        return warps, min(n_rows, SMS * sum(per_sm) or n_rows)
+        return entry[:2]
     if table.name.startswith("softmax"):
         rows, _, *loop = entry
         return rows, *loop
@@ -293,6 +292,7 @@ def test_on_a_gpu(folder, device, capsys):
     card = _schedules.card_of(device)
     records = _schedules.read(folder / f"{card}.json", card)
     assert {r["table"] for r in records} == operands.keys(), said
+    _schedules.forget()  # as the next process, which reads the file
     for found in records:
         moved = 2 * operands[found["table"]] * BY_NAME[found["table"]].elements
         assert found["ms"] > moved / 20e9, f"no card moves 20 TB/s: {said}"

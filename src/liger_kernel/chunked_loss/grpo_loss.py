@@ -186,10 +186,12 @@ def _through_head(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, and the sums of `share`, through the engine."""
 
+    every = None if options.by_sequence else given.flat()
+
     def objective(tokens: Tokens) -> tuple[Tensor, Tensor]:
         logp, entropy = tokens.logp, tokens.entropy
-        if not options.by_sequence:
-            return share(logp, entropy, given.tokens(tokens.index), options)
+        if every is not None:
+            return share(logp, entropy, every.tokens(tokens.index), options)
         width = targets.shape[1]
         logp = by_sequence(logp, tokens, width)
         entropy = None if entropy is None else by_sequence(entropy, tokens, width)

@@ -103,12 +103,14 @@ class Samples:
         """Those of some sequences, `[stop - start, T]`."""
         return self._each(lambda x: x[start:stop])
 
-    def tokens(self, index: Tensor) -> "Samples":
-        """Those of some tokens, `[C]`, by their positions in the flattened batch."""
+    def flat(self) -> "Samples":
+        """Those of all tokens, `[B T]` each."""
         shape = self.mask.shape
-        sequence = index // shape[1]
-        place = index % shape[1]
-        return self._each(lambda x: x.expand(shape)[sequence, place])
+        return self._each(lambda x: x.expand(shape).reshape(-1))
+
+    def tokens(self, index: Tensor) -> "Samples":
+        """Of flat ones those at some positions, `[C]`."""
+        return self._each(lambda x: x.index_select(0, index))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Samples":
         fields = (self.mask, self.weight, self.advantages, self.old, self.ref, self.is_ratio, self.phi)  # fmt: skip

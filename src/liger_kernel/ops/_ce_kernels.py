@@ -23,10 +23,10 @@ digits; 1 - p_y is summed, not subtracted, so that a confident row has some. An 
 0, a label out of range NaN, in loss and gradient; no label reads outside its row. NaN logits give
 NaN.
 
-Each program takes whole rows, each in two passes, of which the second runs backwards and reads what
-it can from L1, the rest from L2: of wide rows only one is under way on every SM (132 rows of 128k
-bf16 logits are 34 MB). Columns past the last multiple of 16 are visited apart: the others then keep
-16-byte accesses whenever rows are aligned, whatever V is.
+Each program takes a row in two passes, of which the second runs backwards and finds most of it in
+L1 and L2. A table says how many rows an SM has under way: with one, nothing hides the end of a pass
+and of a row; with many, the second pass reads from memory. Columns past the last multiple of 16 are
+visited apart: the others then keep 16-byte accesses whenever rows are aligned, whatever V is.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
@@ -39,7 +39,7 @@ from liger_kernel import _env
 from liger_kernel.ops._ce_lanes import collapse, gradient, log1p, measure, measure_edge, transform
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import dense
-from liger_kernel.ops._schedules import SM_WARPS, WARPS, Table, card_of
+from liger_kernel.ops._schedules import WARPS, Table, card_of, resident
 from liger_kernel.ops._triton import Launch, planned, tl, triton
 
 _EDGE = tl.constexpr(16)
@@ -178,8 +178,8 @@ def _row(
     STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEPS * LANES * EACH
-    lane = tl.arange(0, LANES)[None, :, None]
-    piece = tl.arange(0, STEPS)[:, None, None] * (LANES * EACH) + lane * EACH
+    lane = tl.arange(0, LANES)[:, None, None]
+    piece = tl.arange(0, STEPS)[None, :, None] * (LANES * EACH) + lane * EACH
     piece += tl.arange(0, EACH)[None, None, :]
     whole = n_cols // _EDGE * _EDGE
     z = _read(Z, piece, whole, "evict_last")  # every piece is asked for one ahead
@@ -227,26 +227,20 @@ def _rows_kernel(
     SMOOTH: tl.constexpr, TOKEN_SCALING: tl.constexpr, ARGMAX: tl.constexpr, RAGGED: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    programs = tl.num_programs(0)
-    label = tl.load(T + tl.program_id(0)).to(tl.int64)
-    for row in range(tl.program_id(0), n_rows, programs):
-        Z_row = Z + row_base(row, sZ)
-        OUT_row = OUT
-        if OUT is not None:
-            OUT_row = OUT + row_base(row, sOUT)
-        if (label == ignore_index) | (label < 0) | (label >= n_cols):
-            value = tl.where(label == ignore_index, 0.0, float("nan"))
-            _skip(
-                row, value, STATS, PREDICTED, OUT_row, n_rows, n_cols, ARGMAX, STEPS * LANES * EACH
-            )
-        else:
-            _row(
-                row, label.to(tl.int32), STATS, PREDICTED, OUT_row, Z_row, W, WSUM, SCALES, UP, sUP,
-                n_rows, n_cols, smoothing, lse_square_scale, inner, outer, slope,
-                FORM, SMOOTH, TOKEN_SCALING, ARGMAX, RAGGED, STEPS, LANES, EACH,
-            )  # fmt: skip
-        after = row + programs
-        label = tl.load(T + after, mask=after < n_rows, other=0).to(tl.int64)
+    row = tl.program_id(0)
+    label = tl.load(T + row).to(tl.int64)
+    Z += row_base(row, sZ)
+    if OUT is not None:
+        OUT += row_base(row, sOUT)
+    if (label == ignore_index) | (label < 0) | (label >= n_cols):
+        value = tl.where(label == ignore_index, 0.0, float("nan"))
+        _skip(row, value, STATS, PREDICTED, OUT, n_rows, n_cols, ARGMAX, STEPS * LANES * EACH)
+    else:
+        _row(
+            row, label.to(tl.int32), STATS, PREDICTED, OUT, Z, W, WSUM, SCALES, UP, sUP, n_rows, n_cols,
+            smoothing, lse_square_scale, inner, outer, slope, FORM, SMOOTH, TOKEN_SCALING, ARGMAX, RAGGED,
+            STEPS, LANES, EACH,
+        )  # fmt: skip
 
 
 def ce_rows(
@@ -298,36 +292,46 @@ def _launch(
     """size: bytes of a logit."""
     scale = pre_scale * post_scale
     inner, outer = (pre_scale / softcap, post_scale * softcap) if softcap else (1.0, scale)
-    info, (warps, *per_sm) = _env.device_info(device), table.choose(size * V, size, card_of(device))
-    programs = min(n_rows, per_sm[0] * info.sm_count) if any(per_sm) else n_rows
-    warps = min(warps, info.max_warps)
+    warps, *rest = table.choose(size * V, size, card_of(device))
+    warps = min(warps, _env.device_info(device).max_warps)
+    runs, programs = rest or (2, 0)
+    if any(step % _EDGE.value for step in steps[:2]):  # accesses of one element each
+        runs, programs = 2, 0
+    elif (
+        softcap or label_smoothing or want_argmax
+    ):  # what needs more registers takes fewer logits at a time
+        runs = 2
     meta = {
         "FORM": "capped" if softcap else "plain" if scale == 1.0 else "scaled",
         "SMOOTH": label_smoothing != 0.0,
         "TOKEN_SCALING": token_scaling,
         "ARGMAX": want_argmax,
         "RAGGED": V % _EDGE.value != 0,
-        "STEPS": 2,
+        "STEPS": runs,
         "LANES": 32 * warps,
         "EACH": 16 // size,
         "num_warps": warps,
+        **resident(device, warps, programs),
     }
     numbers = (n_rows, V, ignore_index, label_smoothing, lse_square_scale, inner, outer, scale)
-    return Launch(_rows_kernel, (programs,), device, *steps, *numbers, **meta)
+    return Launch(_rows_kernel, (n_rows,), device, *steps, *numbers, **meta)
 
 
-def _fits(size: int, warps: int, per_sm: int = 0) -> bool:
-    """From one access of 16 bytes a thread to 128."""
-    return max(size // 128, 512) <= 512 * warps <= max(size, 512) and per_sm * warps <= SM_WARPS
+def _fits(size: int, warps: int, runs: int = 2, programs: int = 0) -> bool:
+    """A row is 1 to 128 pieces, and every thread has the registers it needs."""
+    piece = 512 * warps * runs
+    return max(size // 128, 1024) <= piece <= max(size, 1024) and programs * warps <= _MOST_WARPS
 
 
-# bytes of a row -> (warps, programs per SM) of the program that takes it; 0: a program for every row, else rows under
-# way are few enough to stay in L2 until their second visit. Measured on H200, see NOTES.md.
-_GRADIENT = Table("cross_entropy.gradient", {"warps": WARPS, "per_sm": (0, 1, 2)}, {
-    2 << 10: (1, 0), 8 << 10: (2, 0), 32 << 10: (4, 0), 112 << 10: (8, 0), 192 << 10: (16, 0),
-    512 << 10: (32, 1),
+_MOST_WARPS = 32  # that an SM holds at 64 registers a thread
+
+# bytes of a row -> warps of the program that takes it, runs of a piece, and how many programs an SM is to hold at a
+# time (0: the compiler's choice). Measured on H200, see NOTES.md.
+_GRADIENT = Table("cross_entropy.gradient", {"warps": WARPS, "runs": (2, 4), "programs": (0, 2, 3, 6)}, {
+    2 << 10: (1, 2, 0), 8 << 10: (2, 2, 0), 32 << 10: (4, 4, 6), 112 << 10: (8, 4, 3),
+    512 << 10: (16, 4, 2),
 }, _fits)  # fmt: skip
-# The loss alone reads a row once: nothing to keep in L2, many rows at once.
+# The loss alone reads a row once.
 _LOSS = Table("cross_entropy.loss", {"warps": WARPS}, {
-    2 << 10: (1,), 8 << 10: (2,), 32 << 10: (4,), 112 << 10: (8,), 512 << 10: (8,),
+    2 << 10: (1,), 16 << 10: (1,), 32 << 10: (2,), 512 << 10: (4,),
 }, _fits)  # fmt: skip

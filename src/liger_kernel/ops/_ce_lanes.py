@@ -1,8 +1,9 @@
 """What the threads of a program do with their columns of a row of logits; see `_ce_kernels`.
 
-A row is visited in pieces [K, LANES, E]: lane l of a program reads K runs of E neighbouring columns,
-16 bytes each. Everything is reduced within the lane, so that no thread waits for another before the
-end of the row, and a lane pays one exponential more for K * E of them.
+A row is visited in pieces [LANES, K, E]: lane l of a program reads K runs of E neighbouring columns,
+16 bytes each. Lanes come first, else Triton spreads the runs over two threads. Everything is reduced
+within the lane, so that no thread waits for another before the end of the row, and a lane pays one
+exponential more for K * E of them.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -26,17 +27,17 @@ def transform(z, inner, outer, FORM: tl.constexpr):
 
 @triton.jit
 def _lane_max(x):
-    return tl.max(tl.max(x, axis=2), axis=0)
+    return tl.max(tl.max(x, axis=2), axis=1)
 
 
 @triton.jit
 def _lane_min(x):
-    return tl.min(tl.min(x, axis=2), axis=0)
+    return tl.min(tl.min(x, axis=2), axis=1)
 
 
 @triton.jit
 def _lane_sum(x):
-    return tl.sum(tl.sum(x, axis=2), axis=0)
+    return tl.sum(tl.sum(x, axis=2), axis=1)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def measure(
     top, rest, gaps, best, z, cols, mask, near, W, y, ref, inner, outer,
     FORM: tl.constexpr, SMOOTH: tl.constexpr, ARGMAX: tl.constexpr,
 ):  # fmt: skip
-    """Take a piece [K, LANES, E] of the row, without the target, into LANES running maxima, sums of
+    """Take a piece [LANES, K, E] of the row, without the target, into LANES running maxima, sums of
     exp(x - maximum), sums of w (ref - x), and argmaxes. A lane is a thread: nobody waits.
 
     near: whether the target may be in this piece; others are spared the comparison.
@@ -61,10 +62,10 @@ def measure(
         x = tl.where(cols == y, float("-inf"), x)
     peak = tl.maximum(top, _lane_max(x))
     if ARGMAX:
-        first = _lane_min(tl.where(x == peak[None, :, None], cols, _NOWHERE))
+        first = _lane_min(tl.where(x == peak[:, None, None], cols, _NOWHERE))
         best = tl.where(peak > top, first, tl.minimum(best, first))
     base = tl.where(peak == float("-inf"), 0.0, peak)
-    rest = rest * exp(top - base) + _lane_sum(exp(x - base[None, :, None]))
+    rest = rest * exp(top - base) + _lane_sum(exp(x - base[:, None, None]))
     return peak, rest, gaps, best
 
 
@@ -79,7 +80,7 @@ def measure_edge(
     gaps = tl.zeros((LANES,), tl.float32)
     best = tl.full((LANES,), _NOWHERE, tl.int32)
     if RAGGED:
-        cols = whole + tl.arange(0, LANES)[None, :, None]
+        cols = whole + tl.arange(0, LANES)[:, None, None]
         mask = cols < n_cols
         z = tl.load(Z + cols, mask=mask, other=float("-inf")).to(tl.float32)
         top, rest, gaps, best = measure(

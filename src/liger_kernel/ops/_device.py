@@ -25,6 +25,20 @@ def exp(x):
 
 
 @triton.jit
+def log_of_normal(x, PTX: tl.constexpr):
+    """log x for a normal x. Triton's log2 takes 20 instructions on NVIDIA cards for its last bits; theirs takes one,
+    with an absolute error below 2^-22 between 1/2 and 2 and a relative one elsewhere.
+    """
+    if PTX:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        log2 = tl.log2(x)
+    return log2 * LN2
+
+
+@triton.jit
 def logistic(x):
     """sigmoid(x) and its derivative. Nothing overflows and nothing cancels: both tails keep full precision."""
     e = exp(-tl.abs(x))

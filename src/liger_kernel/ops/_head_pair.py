@@ -56,7 +56,7 @@ def readable(rows: Tensor, n: int, own: bool) -> int:
     return whole if own and rows.stride(0) >= whole else n
 
 
-# bytes of a row -> warps of the program that takes it; wider rows 16, one at a time on every SM
+# bytes of a row -> warps of the program that takes it; wider rows 32, one at a time on every SM
 _WARPS = {2 << 10: 1, 8 << 10: 2, 32 << 10: 4, 112 << 10: 8}
 
 
@@ -68,8 +68,9 @@ def shape(
     once: rows are visited once, so that there is nothing to keep in L2.
     """
     n_rows, info = logits.shape[0], _env.device_info(logits.device)
-    warps = next((w for size, w in _WARPS.items() if itemsize * width <= size), 8 if once else 16)
-    programs = min(n_rows, info.sm_count) if warps == 16 else n_rows
+    warps = next((w for size, w in _WARPS.items() if itemsize * width <= size), 8 if once else 32)
+    programs = min(n_rows, info.sm_count) if warps == 32 else n_rows
+    warps = min(warps, info.max_warps)
     return programs, {"STEPS": 2, "LANES": 32 * warps, "EACH": 16 // itemsize, "num_warps": warps}
 
 
@@ -128,6 +129,7 @@ def pair_rows(
     flags = {
         "FORM": loss.form, "TEACHER": loss.teacher, "HARD": hard_form(loss, n_cols != V), "S_FORM": s_form,
         "T_FORM": t_form, "PADDED": n_cols != V, "STAGE": stage, "SLICE": slice_,
+        "PTX": _env.device_info(device).arch.startswith("sm_"),
     }  # fmt: skip
     launch(pair_kernel, (programs,), device, *args, **flags, **meta)
     return stats

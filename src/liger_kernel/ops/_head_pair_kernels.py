@@ -32,8 +32,8 @@ others the loss. Everything is reduced within a thread until the row ends. fp32 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 from liger_kernel.ops._ce_lanes import transform
-from liger_kernel.ops._device import LN2, exp, row_base
-from liger_kernel.ops._pair_kernels import _jsd
+from liger_kernel.ops._device import LN2, exp, log_of_normal, row_base
+from liger_kernel.ops._pair_kernels import _TINY, _jsd
 from liger_kernel.ops._triton import tl, triton
 
 COSINE_EPS = tl.constexpr(1e-8)  # the shortest vector, as in torch.nn.functional.cosine_similarity
@@ -44,15 +44,15 @@ _NONE = tl.constexpr(float("-inf"))
 
 @triton.jit
 def lane_sum(x):
-    return tl.sum(tl.sum(x, axis=2), axis=0)
+    return tl.sum(tl.sum(x, axis=2), axis=1)
 
 
 @triton.jit
 def online(top, total, x):
-    """A piece [K, LANES, E] into LANES running maxima and sums of exp(x - maximum); -> also the base in use."""
-    peak = tl.maximum(top, tl.max(tl.max(x, axis=2), axis=0))
+    """A piece [LANES, K, E] into LANES running maxima and sums of exp(x - maximum); -> also the base in use."""
+    peak = tl.maximum(top, tl.max(tl.max(x, axis=2), axis=1))
     base = tl.where(peak == _NONE, 0.0, peak)
-    total = total * exp(top - base) + lane_sum(exp(x - base[None, :, None]))
+    total = total * exp(top - base) + lane_sum(exp(x - base[:, None, None]))
     return peak, total, base
 
 
@@ -97,34 +97,40 @@ def _load(Z, cols, limit, eviction: tl.constexpr):
 
 
 @triton.jit
-def _student(z, cols, n_own, n_cols, inner, outer, S_FORM: tl.constexpr, PADDED: tl.constexpr):
-    """-> x, -inf past the end, and the part of dx/dz that varies."""
+def _student(z, cols, n_own, n_cols, final, inner, outer, S_FORM: tl.constexpr, PADDED: tl.constexpr):
+    """-> x, -inf past the end, and the part of dx/dz that varies. final: whether the piece may reach past the end."""
     z = z.to(tl.float32)
     if PADDED:
         z = tl.where(cols < n_own, z, 0.0)
     x, slope = transform(z, inner, outer, S_FORM)
-    return tl.where(cols < n_cols, x, _NONE), slope
+    if final:
+        x = tl.where(cols < n_cols, x, _NONE)
+    return x, slope
 
 
 @triton.jit
-def _teacher(w, cols, n_cols, inner, outer, T_FORM: tl.constexpr, TEACHER: tl.constexpr):
+def _teacher(w, cols, n_cols, final, inner, outer, T_FORM: tl.constexpr, TEACHER: tl.constexpr):
     """-> y, "nothing" past the end."""
     y, _ = transform(w.to(tl.float32), inner, outer, T_FORM)
-    return tl.where(cols < n_cols, y, 0.0 if TEACHER == "probs" else _NONE)
+    if final:
+        y = tl.where(cols < n_cols, y, 0.0 if TEACHER == "probs" else _NONE)
+    return y
 
 
 @triton.jit
 def _both(
-    x, y, cols, n_cols, base_x, log_x, base_y, log_y, eps, TEACHER: tl.constexpr, FORM: tl.constexpr
+    x, y, cols, n_cols, final, base_x, log_x, base_y, log_y, eps, TEACHER: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
     """-> log Q, log P, P."""
-    inside = cols < n_cols
-    x = tl.where(inside, x - base_x - log_x, _LOWEST)
+    x = x - base_x - log_x
+    if final:
+        x = tl.where(cols < n_cols, x, _LOWEST)
     if TEACHER == "probs":
-        return x, log(tl.maximum(y, eps)), y
+        return x, log_of_normal(tl.maximum(y, tl.maximum(eps, _TINY) if PTX else eps), PTX), y
     if TEACHER == "logits":
         y = y - base_y - log_y
-    y = tl.where(inside, y, _LOWEST)
+    if final:
+        y = tl.where(cols < n_cols, y, _LOWEST)
     return x, y, exp(y)
 
 
@@ -147,12 +153,13 @@ def _measure(
         w = _load(Y, piece, y_limit, "evict_last")
     for start in range(0, n_cols, SIZE):
         cols = start + piece
+        final = start + SIZE > n_cols
         z_after = _load(X, cols + SIZE, x_limit, "evict_last")
         w_after = z_after
         if READ_Y:
             w_after = _load(Y, cols + SIZE, y_limit, "evict_last")
-            y = _teacher(w, cols, n_cols, in_y, out_y, T_FORM, TEACHER)
-        x, _ = _student(z, cols, n_own, n_cols, in_x, out_x, S_FORM, PADDED)
+            y = _teacher(w, cols, n_cols, final, in_y, out_y, T_FORM, TEACHER)
+        x, _ = _student(z, cols, n_own, n_cols, final, in_x, out_x, S_FORM, PADDED)
         if FORM == "cosine":
             some = (x != _NONE) & (y != _NONE)
             a, b = tl.where(some, x, 0.0), tl.where(some, y, 0.0)
@@ -167,7 +174,7 @@ def _measure(
             if HARD == "own":
                 if PADDED:
                     x = tl.where(cols < n_own, x, _NONE)
-                e = exp((x - base[None, :, None]) * temperature)
+                e = exp((x - base[:, None, None]) * temperature)
                 sum_h = sum_h * exp((before - base) * temperature) + lane_sum(e)
         z, w = z_after, w_after
     base_x, log_x, gap = 0.0, 0.0, 0.0
@@ -203,12 +210,13 @@ def _row(
     row, label, SOFT, NLL, LSE_X, LSE_Y, SUM_G, OUT, X, Y, SCALE, UP_SOFT, sSOFT, UP_HARD, sHARD, n_rows, x_limit,
     y_limit, out_limit, n_own, n_cols, parameter, rest, temperature, soft, hard, in_x, out_x, slope, in_y, out_y,
     FORM: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, S_FORM: tl.constexpr, T_FORM: tl.constexpr,
-    PADDED: tl.constexpr, STAGE: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    PADDED: tl.constexpr, STAGE: tl.constexpr, PTX: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEPS * LANES * EACH
     LATE: tl.constexpr = FORM != "kl" and FORM != "cosine"  # G needs a pass of its own
-    lane = tl.arange(0, LANES)[None, :, None]
-    piece = tl.arange(0, STEPS)[:, None, None] * (LANES * EACH) + lane * EACH
+    lane = tl.arange(0, LANES)[:, None, None]
+    piece = tl.arange(0, STEPS)[None, :, None] * (LANES * EACH) + lane * EACH
     piece += tl.arange(0, EACH)[None, None, :]
     last = (n_cols - 1) // SIZE * SIZE
     of_x, of_y, sum_g = 0.0, 0.0, 0.0
@@ -245,12 +253,12 @@ def _row(
     if (STAGE == "sums") | ((STAGE == "whole") & (FORM != "cosine") & (LATE | (OUT is None))):
         gs = tl.zeros((LANES,), tl.float32)
         for back in range(0, n_cols, SIZE):
-            cols = last - back + piece
+            cols, final = last - back + piece, back == 0
             z, w = _load(X, cols, x_limit, "evict_last"), _load(Y, cols, y_limit, "evict_last")
-            x, _ = _student(z, cols, n_own, n_cols, in_x, out_x, S_FORM, PADDED)
-            y = _teacher(w, cols, n_cols, in_y, out_y, T_FORM, TEACHER)
+            x, _ = _student(z, cols, n_own, n_cols, final, in_x, out_x, S_FORM, PADDED)
+            y = _teacher(w, cols, n_cols, final, in_y, out_y, T_FORM, TEACHER)
             x, y, p = _both(
-                x, y, cols, n_cols, base_x, log_x, base_y, log_y, parameter, TEACHER, FORM
+                x, y, cols, n_cols, final, base_x, log_x, base_y, log_y, parameter, TEACHER, PTX
             )
             loss, g = element(x, y, p, parameter, rest, FORM)
             losses += lane_sum(loss)
@@ -271,10 +279,10 @@ def _row(
             start = last - step
             if LATE:
                 start = step
-            cols = start + piece
+            cols, final = start + piece, start == last
             z, w = _load(X, cols, x_limit, "evict_first"), _load(Y, cols, y_limit, "evict_first")
-            x, varying = _student(z, cols, n_own, n_cols, in_x, out_x, S_FORM, PADDED)
-            y = _teacher(w, cols, n_cols, in_y, out_y, T_FORM, TEACHER)
+            x, varying = _student(z, cols, n_own, n_cols, final, in_x, out_x, S_FORM, PADDED)
+            y = _teacher(w, cols, n_cols, final, in_y, out_y, T_FORM, TEACHER)
             gap = x - base_x
             if FORM == "cosine":
                 some = (x != _NONE) & (y != _NONE)
@@ -282,7 +290,7 @@ def _row(
                 q = gap
             else:
                 x, y, p = _both(
-                    x, y, cols, n_cols, base_x, log_x, base_y, log_y, parameter, TEACHER, FORM
+                    x, y, cols, n_cols, final, base_x, log_x, base_y, log_y, parameter, TEACHER, PTX
                 )
                 loss, g = element(x, y, p, parameter, rest, FORM)
                 if (STAGE == "whole") & (not LATE):
@@ -330,8 +338,8 @@ def pair_kernel(
     SOFT, NLL, LSE_X, LSE_Y, SUM_G, OUT, sOUT, X, sX, Y, sY, INDEX, T, SCALE, UP_SOFT, sSOFT, UP_HARD, sHARD, n_rows,
     x_limit, y_limit, out_limit, n_own, n_cols, ignore_index, parameter, rest, temperature, soft, hard, in_x, out_x,
     slope, in_y, out_y, FORM: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, S_FORM: tl.constexpr,
-    T_FORM: tl.constexpr, PADDED: tl.constexpr, STAGE: tl.constexpr, SLICE: tl.constexpr, STEPS: tl.constexpr,
-    LANES: tl.constexpr, EACH: tl.constexpr,
+    T_FORM: tl.constexpr, PADDED: tl.constexpr, STAGE: tl.constexpr, SLICE: tl.constexpr, PTX: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         label = tl.cast(0, tl.int64)
@@ -352,7 +360,7 @@ def pair_kernel(
                 row, label.to(tl.int32), SOFT, NLL, LSE_X, LSE_Y, SUM_G, OUT_row, X + row_base(row, sX),
                 Y + row_base(y_row, sY), SCALE, UP_SOFT, sSOFT, UP_HARD, sHARD, n_rows, x_limit, y_limit, out_limit,
                 n_own, n_cols, parameter, rest, temperature, soft, hard, in_x, out_x, slope, in_y, out_y,
-                FORM, TEACHER, HARD, S_FORM, T_FORM, PADDED, STAGE, STEPS, LANES, EACH,
+                FORM, TEACHER, HARD, S_FORM, T_FORM, PADDED, STAGE, PTX, STEPS, LANES, EACH,
             )  # fmt: skip
         else:
             value = tl.where(counts, float("nan"), 0.0)

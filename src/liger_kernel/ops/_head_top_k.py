@@ -44,8 +44,8 @@ def _row(
     STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEPS * LANES * EACH
-    piece = tl.arange(0, STEPS)[:, None, None] * (LANES * EACH)
-    piece += tl.arange(0, LANES)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
+    piece = tl.arange(0, STEPS)[None, :, None] * (LANES * EACH)
+    piece += tl.arange(0, LANES)[:, None, None] * EACH + tl.arange(0, EACH)[None, None, :]
     slots = tl.arange(0, K)
     ids = tl.load(IDS + slots, mask=slots < n_k, other=-1)
     used = (ids >= 0) & (ids < n_cols)
@@ -70,7 +70,7 @@ def _row(
         before = top
         top, total, base = online(top, total, x)
         if HARD == "own":
-            e = exp((x - base[None, :, None]) * temperature)
+            e = exp((x - base[:, None, None]) * temperature)
             total_h = total_h * exp((before - base) * temperature) + lane_sum(e)
     base_r, gap, total_r = collapse(top, total)
     peak_r = tl.max(top, axis=0)

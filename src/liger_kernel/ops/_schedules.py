@@ -31,6 +31,7 @@ _FORMAT = 1
 WARPS = (1, 2, 4, 8, 16, 32)
 TILE = {"rows": (1, 2, 4, 8, 16), "warps": WARPS}
 SM_WARPS = 64  # that an SM holds at a time
+_REGISTERS = 65536  # of an SM, on all NVIDIA cards
 _LARGEST_TILE = 16384  # elements of several rows
 
 TABLES: dict[str, "Table"] = {}  # by name, those of the op files that were imported
@@ -101,6 +102,15 @@ class Table:
 @planned
 def _chosen(table: Table, size: int, device: torch.device, itemsize: int) -> Entry:
     return table.choose(size, itemsize, card_of(device))
+
+
+def resident(device: torch.device, warps: int, programs: int) -> dict[str, int]:
+    """The compile option that leaves `programs` programs of an SM room at a time (0: the compiler's choice): registers
+    are shared out among them. NVIDIA alone: other compilers do not have it.
+    """
+    if not programs or not _env.device_info(device).arch.startswith("sm_"):
+        return {}
+    return {"maxnreg": min(_REGISTERS // (32 * warps * programs) // 8 * 8, 255)}
 
 
 def fits_tile(block: int, rows: int, warps: int) -> bool:

@@ -85,7 +85,7 @@ def _forward_wide_kernel(
 ):
     """Lane l reads RUNS runs of RUN neighbouring columns of each piece, and pays one exponential more for them all."""
     PIECE: tl.constexpr = RUNS * LANES * RUN
-    run = tl.arange(0, RUNS)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
+    run = tl.arange(0, LANES)[:, None, None] + tl.arange(0, RUNS)[None, :, None] * LANES
     lane = run * RUN + tl.arange(0, RUN)[None, None, :]
     pieces = tl.cdiv(n_cols, PIECE)
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
@@ -95,9 +95,9 @@ def _forward_wide_kernel(
         for piece in range(pieces):
             cols = piece * PIECE + lane
             x = tl.load(x_row + cols, mask=cols < n_cols, other=float("-inf")).to(tl.float32)
-            peak = tl.maximum(top, tl.max(tl.max(x, axis=2), axis=0))
+            peak = tl.maximum(top, tl.max(tl.max(x, axis=2), axis=1))
             base = tl.where(peak == float("-inf"), 0.0, peak)
-            added = tl.sum(tl.sum(exp(x - base[None, :, None]), axis=2), axis=0)
+            added = tl.sum(tl.sum(exp(x - base[:, None, None]), axis=2), axis=1)
             total = total * exp(top - base) + added
             top = peak
         peak = tl.max(top, axis=0)

@@ -27,7 +27,7 @@ from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import compute_dtype, first_order, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.head import exponentials
-from liger_kernel.ops.head.engine import Gradients, Wanted, plan_for, run
+from liger_kernel.ops.head.engine import Gradients, Wanted, part, plan_for, run
 from liger_kernel.ops.head.logits import DTYPES, form_of
 from liger_kernel.ops.head.module import takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
@@ -64,9 +64,9 @@ Objective = Callable[[Tokens], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class _Order:
-    """Which tokens go through the head, in which order, cut where."""
+    """Which tokens go through the head, in which order (None: all, as they come), cut where."""
 
-    keep: Tensor
+    keep: Tensor | None
     cuts: list[tuple[int, int]]
     groups: list[tuple[int, int]]
 
@@ -78,12 +78,14 @@ def _order(
     """The kept tokens group by group, in chunks of whole groups; None if a group is larger than a chunk may be."""
     valid = labels != ignore_index
     n = int(valid.sum()) if sizes is None else sum(sizes)  # waits for the count, unless it is known
-    keep = torch.nonzero_static(valid, size=n).view(-1)
-    most = plan_for(hidden, head, n, budget, dropped=True).rows
+    every = group is None and n == labels.numel()
+    keep = None if every else torch.nonzero_static(valid, size=n).view(-1)
+    most = plan_for(hidden, head, n, budget, dropped=not every).rows
     if group is None:
         starts = range(0, n, most)
         cuts = [(s, min(s + most, n)) for s in starts]
         return _Order(keep, cuts, [(0, 0)] * len(cuts))
+    assert keep is not None
     of_kept = group.reshape(-1)[keep]
     order = of_kept.argsort(stable=True)
     if sizes is None:
@@ -133,6 +135,7 @@ def _one_pass(
             known: exponentials.Targets, start: int, stop: int, index: Tensor | None
         ) -> Any:
             leaves = {"logp": known.logp}
+            index = _positions(labels, start, stop, index)
             loss, extras = _share(call, leaves, None, index, groups[start, stop], wanted.any)
             return (loss.detach(), extras), _derivatives(loss, leaves)["logp"]
 
@@ -144,9 +147,10 @@ def _one_pass(
         math = RowMath.of(head, call.ignore_index, call.kernels)
 
         def per_row(
-            logits: Tensor, start: int, stop: int, index: Tensor, out: Tensor | None, shift: Tensor | None = None
+            logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None, shift: Tensor | None = None
         ) -> Any:  # fmt: skip
-            y, asked = labels.index_select(0, index), call.asked
+            y, asked = part(labels, start, stop, index), call.asked
+            index = _positions(labels, start, stop, index)
             want = {
                 "entropy": "entropy" in asked,
                 "argmax": "argmax" in asked,
@@ -166,6 +170,11 @@ def _one_pass(
     return total, [extras for _, extras in found], grads
 
 
+def _positions(labels: Tensor, start: int, stop: int, index: Tensor | None) -> Tensor:
+    """Those of a chunk's tokens in the batch."""
+    return torch.arange(start, stop, device=labels.device) if index is None else index
+
+
 def _leaves(stats: LogpStats, asked: frozenset[str], vocab: int) -> dict[str, Tensor]:
     """What a loss may be differentiated by."""
     found = {"logp": stats.logp.detach()}
@@ -179,11 +188,9 @@ def _leaves(stats: LogpStats, asked: frozenset[str], vocab: int) -> dict[str, Te
 
 
 def _share(
-    call: _Call, leaves: dict[str, Tensor], argmax: Tensor | None, index: Tensor | None, groups: tuple[int, int],
-    train: bool,
+    call: _Call, leaves: dict[str, Tensor], argmax: Tensor | None, index: Tensor, groups: tuple[int, int], train: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """The objective of a chunk's tokens, in the graph of the leaves if train."""
-    assert index is not None
     with torch.set_grad_enabled(train):
         for leaf in leaves.values():
             leaf.requires_grad_(train)
