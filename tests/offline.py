@@ -69,6 +69,8 @@ _SHAPES: dict[str, Iterable[tuple[int, ...]]] = {
     "linear_distillation from a stored teacher": [(2, 8, size) for size in _VOCABULARIES],
     "linear_logprob": [(2, 8, size) for size in _VOCABULARIES],
     "llama4_rope": [(1, 64, 40, 8, 128)],
+    "low_rank_update": [(4096, 16, 64, 14336), (4096, 256, 64, 4096)],
+    "low_rank_update around a layer": [(4096, rank, 64, 4096) for rank in (16, 32, 64, 128, 256)],
     "mhc_coeffs": [(64, 4, 4096), (64, 6, 1024), (64, 8, 1024)],
     "mhc_post_res": [(2, streams, width) for streams in (4, 8) for width in (1024, 4096)],
     "mhc_pre": [(2, streams, width) for streams in (4, 8) for width in (1024, 4096)],

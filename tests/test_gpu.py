@@ -6,6 +6,7 @@ import torch
 from liger_kernel import _env
 from liger_kernel.ops.cross_entropy import cross_entropy
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_kernel.ops.low_rank_update import low_rank_update
 from liger_kernel.ops.rms_norm import rms_norm
 from liger_kernel.ops.rope import rope
 from liger_kernel.ops.swiglu import swiglu, swiglu_packed
@@ -51,6 +52,18 @@ def test_swiglu_beyond_32_bits(device):
     rows, width = BEYOND // 8192 + 3, 8192
     _last_rows_agree(swiglu, [_big(device, rows, width), _big(device, rows, width)])
     _last_rows_agree(swiglu_packed, [_big(device, BEYOND // 8192 + 3, 16384)])
+
+
+def test_low_rank_update_beyond_32_bits(device):
+    """Few rows share their columns among more programs than many: close, not equal."""
+    x = _big(device, BEYOND // 4096 + 3, 4096).requires_grad_()
+    A, B = (torch.randn(8, 4096, device=device) / 64 for _ in range(2))
+    tail = x.detach()[-2:].clone().requires_grad_()
+    y, y_tail = (low_rank_update(t, t, A, B.t()) for t in (x, tail))
+    torch.testing.assert_close(y[-2:], y_tail)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    (dx_tail,) = torch.autograd.grad(y_tail, tail, torch.ones_like(y_tail))
+    torch.testing.assert_close(dx[-2:], dx_tail)
 
 
 def test_rope_beyond_32_bits(device):

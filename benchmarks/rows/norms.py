@@ -41,7 +41,7 @@ ROWS = [
         inputs=_layer,
         grads=("x", "weight", "bias"),
         shapes={**_SHAPES, "16384x1152": (16384, 1152)},  # a vision tower
-        tiny=(64, 1024),
+        tiny=(16, 1024),
         quick=("8192x4096",),
     ),
     Bench(

@@ -186,6 +186,14 @@ def _kind(module: nn.Module) -> str | None:
     return next((kind for words, kind in found if any(word in name for word in words)), None)
 
 
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all below it, down to linear layers: adapters are part of theirs, and would be heard by a hook."""
+    yield module
+    if not hasattr(module, "in_features"):
+        for child in module.children():
+            yield from _parts(child)
+
+
 @contextlib.contextmanager
 def _labels(model: Any, meter: _Meter) -> Iterator[None]:
     """Within the block the meter's label is the kind of the innermost module that runs."""
@@ -203,7 +211,7 @@ def _labels(model: Any, meter: _Meter) -> Iterator[None]:
     def leave(*_: Any) -> None:
         meter.label = outer.pop()
 
-    for module in model.modules():
+    for module in dict.fromkeys(_parts(model)):
         kind = "head and loss" if module is head else _kind(module)
         if kind is not None:
             handles.append(module.register_forward_pre_hook(enter(kind)))

@@ -97,7 +97,9 @@ def _load(Z, cols, limit, eviction: tl.constexpr):
 
 
 @triton.jit
-def _student(z, cols, n_own, n_cols, final, inner, outer, S_FORM: tl.constexpr, PADDED: tl.constexpr):
+def _student(
+    z, cols, n_own, n_cols, final, inner, outer, S_FORM: tl.constexpr, PADDED: tl.constexpr
+):
     """-> x, -inf past the end, and the part of dx/dz that varies. final: whether the piece may reach past the end."""
     z = z.to(tl.float32)
     if PADDED:

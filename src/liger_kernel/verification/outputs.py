@@ -21,7 +21,12 @@ from liger_kernel.verification.result import Row, Rows
 from liger_kernel.verification.state import exactly, wide, widened
 from liger_kernel.verification.steps import Batch
 
-_OF_THE_MODEL = ("head", "cross_entropy", "rematerialise")  # seen in its loss and gradients
+_OF_THE_MODEL = (
+    "head",
+    "cross_entropy",
+    "rematerialise",
+    "adapters",
+)  # seen in its loss and gradients
 
 
 def compare_outputs(

@@ -45,7 +45,7 @@ def step(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     device = next(model.parameters()).device
     torch.manual_seed(_SEED)
-    model.train()
+    _train(model)
     _env.synchronize(device)
     with PeakMemory(device) if measure else contextlib.nullcontext() as meter:
         began = time.perf_counter()
@@ -61,6 +61,15 @@ def step(
         seconds = time.perf_counter() - began
     grads = {n: g for n, g in zip(named, found, strict=True) if g is not None}
     return Step(loss.detach(), grads, seconds, 0 if meter is None else meter.bytes)
+
+
+def _train(model: nn.Module) -> None:
+    """Training mode, but without the dropout of adapters, whose masks our kernels draw in another way."""
+    model.train()
+    for module in model.modules():
+        dropout = getattr(module, "lora_dropout", None)
+        if isinstance(dropout, nn.Module):
+            dropout.eval()
 
 
 def compare_steps(found: Step, plain: Step, truth: Step, index: int, rows: Rows) -> None:

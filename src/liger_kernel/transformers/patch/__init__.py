@@ -6,7 +6,8 @@
     with liger_kernel.patched(model, rope=False):
         ...
 
-seams.py    the walk; norm.py, gated.py, experts.py, activation.py, rotary.py, head.py, loss.py: one seam each
+seams.py    the walk; norm.py, gated.py, experts.py, activation.py, lora.py, rotary.py, head.py, loss.py: one seam each
+adapters.py the walk again when PEFT has changed the model
 probe.py    does a candidate compute what the class computes?
 rematerialise.py   activations rebuilt instead of kept
 promise.py  logits that meet the loss before they exist; chain.py: what may happen to them on the way
@@ -31,8 +32,9 @@ def patch(model: Any, **flags: bool | None) -> Report:
         model: a Hugging Face model, or a PEFT, DDP or compile wrapper around one. Weights are neither read nor written;
             state dict, class names and saved checkpoints stay those of the original.
         flags: what to swap; everything but `cross_entropy` by default.
-            rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts: seams by name (swiglu and geglu are one
-            seam: gated MLPs). The rotary function of a modelling file is shared by its models, see `rotary.py`.
+            rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts, lora: seams by name (swiglu and geglu are
+            one seam: gated MLPs; lora: PEFT's layers, also those that come later). The rotary function of a modelling
+            file is shared by its models, see `rotary.py`.
             fused_linear_cross_entropy: head and loss in one; a training call with labels returns `logits=None`
             (`skip_logits=False` brings them back, `skip_logits=True` drops them in evaluation too).
             cross_entropy: the loss of calls whose logits exist.

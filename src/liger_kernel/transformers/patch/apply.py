@@ -7,7 +7,7 @@ that file: it stays replaced until the last model that asked for it is undone.
 
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,15 @@ def original_of(function: Any) -> Any:
     while seam_of(function) is not None:
         function = function.__wrapped__
     return function
+
+
+def made_by(function: Any, seam: str) -> bool:
+    """Whether a seam made this function or one that it calls."""
+    while seam_of(function) is not None:
+        if seam_of(function) == seam:
+            return True
+        function = function.__wrapped__
+    return False
 
 
 @contextmanager
@@ -65,8 +74,9 @@ class Ledger:
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self._claims: dict[tuple[int, str], str] = {}
+        self._later: list[Callable[[], None]] = []
 
-    def bind(self, owner: Any, name: str, new: Any, seam: str) -> bool:
+    def bind(self, owner: Any, name: str, new: Any, seam: Any) -> bool:
         """Replace `owner.name` by a function; False if it already holds one of this seam."""
         if seam_of(getattr(owner, name, None)) == seam:
             return False
@@ -95,6 +105,10 @@ class Ledger:
             users.add(user)
             self._replace(namespace, name, new, user)
 
+    def later(self, take_back: Callable[[], None]) -> None:
+        """Call this too when everything is put back, for changes to objects that the ledger shall not keep alive."""
+        self._later.append(take_back)
+
     def _replace(self, owner: Any, name: str, new: Any, user: Any = None) -> None:
         self.changes.append(Change(owner, name, vars(owner).get(name, _ABSENT), new, user))
         setattr(owner, name, new)
@@ -102,6 +116,8 @@ class Ledger:
     def undo(self) -> list[str]:
         """Put everything back, last change first. Returns what others have replaced since, left alone."""
         kept = []
+        for take_back in self._later:
+            take_back()
         for change in reversed(self.changes):
             if change.user is not None:
                 self._release(change)

@@ -16,11 +16,12 @@ DEFAULTS: dict[str, bool] = {
     "layer_norm": True,
     "relu_squared": True,
     "experts": True,
+    "lora": True,
     "rematerialise": True,
 }
 # Flags that the contract's functions take without naming them: frameworks read their signatures and switch on whatever
 # they find there.
-UNNAMED = ("experts", "rematerialise")
+UNNAMED = ("experts", "lora", "rematerialise")
 
 
 def checked(flags: Mapping[str, Any], function: str, known: Iterable[str]) -> dict[str, bool]:

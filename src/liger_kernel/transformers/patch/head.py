@@ -12,6 +12,7 @@ import copyreg
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,14 +86,16 @@ def takes_labels(forward: Any) -> bool:
     return "labels" in inspect.signature(forward).parameters
 
 
-def wrapped_forward(forward: Any) -> Any:
-    """`forward(self, ...)` of a model class, with an armed head where the call allows it."""
+def wrapped_forward(forward: Any, before: Callable[[Any], None] | None = None) -> Any:
+    """`forward(self, ...)` of a model class, with an armed head where the call allows it, after `before(self)`."""
     names = [name for name in inspect.signature(forward).parameters if name != "self"]
     labels_at = names.index("labels")
     output_classes.expect(forward)
 
     @functools.wraps(forward)
     def liger_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None and not torch.compiler.is_compiling():
+            before(self)
         skip = kwargs.pop("skip_logits", None)
         accuracy = bool(kwargs.pop("return_token_accuracy", False))
         predictions = bool(kwargs.pop("return_predicted_tokens", False))

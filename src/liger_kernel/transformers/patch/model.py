@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_kernel.transformers.patch import adapters, rematerialise, seams
 from liger_kernel.transformers.patch import head as heads
-from liger_kernel.transformers.patch import rematerialise, seams
-from liger_kernel.transformers.patch.apply import seam_of
+from liger_kernel.transformers.patch.apply import made_by, seam_of
 from liger_kernel.transformers.patch.loss import causal_lm_loss
 from liger_kernel.transformers.patch.report import ALREADY, FITS, LEFT, SWAPPED, Report
 
@@ -32,10 +32,12 @@ def patch_instance(model: Any, flags: dict[str, bool], bind: bool) -> Report:
             seams.patch_rope(spaces, model, report, bind)
         if flags.get("cross_entropy"):
             _bind_loss(model, report, bind)
+        look = adapters.Watch(report).on(model) if bind and flags.get(adapters.FLAG) else None
         if flags.get("fused_linear_cross_entropy"):
-            _bind_head(model, report, bind)
-        if flags.get("rematerialise"):
-            _bind_hooks(model, report, bind)
+            _bind_head(model, report, bind, look)
+        if adapters.watches(getattr(model, _forward_name(model), None)):
+            look = None
+        _bind_hooks(model, bool(flags.get("rematerialise")), report, bind, look)
     except BaseException:
         report.undo()
         raise
@@ -76,7 +78,7 @@ def empty_model(config: Any) -> nn.Module:
         return headless.from_config(config)
 
 
-def _bind_head(model: Any, report: Report, bind: bool) -> None:
+def _bind_head(model: Any, report: Report, bind: bool, look: adapters.Look | None) -> None:
     label = type(model).__name__
     outer, head = heads.find_head(model)
     reason = heads.why_not(outer, head)
@@ -91,26 +93,41 @@ def _bind_head(model: Any, report: Report, bind: bool) -> None:
     if bind:
         heads.prepare(head, report.ledger)
         if not already:
-            report.ledger.bind(model, at, heads.wrapped_forward(_unbound(model, at)), "head")
+            new = heads.wrapped_forward(_unbound(model, at), look)
+            report.ledger.bind(model, at, adapters.watching(new, look), "head")
     report.add("head", label, ALREADY if already else SWAPPED if bind else FITS, detail)
 
 
-def _bind_hooks(model: Any, report: Report, bind: bool) -> None:
+def _bind_hooks(
+    model: Any, rebuild: bool, report: Report, bind: bool, look: adapters.Look | None
+) -> None:
+    """The forwards of the model's parts: activations to rebuild, adapters to look out for."""
+    rebuild = rebuild and _rebuilds(model, report)
+    for name, place in rematerialise.places(model):
+        at = _forward_name(place)
+        present, old, new = getattr(place, at), _unbound(place, at), None
+        if seam_of(present) == adapters.FLAG:  # an adapted layer by itself
+            continue
+        already = made_by(present, "rematerialise")
+        if rebuild and bind and not already:
+            new = rematerialise.wrapped_forward(old, name, report, look)
+        elif look is not None and not adapters.watches(present):
+            new = adapters.wrapped_forward(old, look)
+        if new is not None:
+            report.ledger.bind(place, at, adapters.watching(new, look), seam_of(new))
+        if rebuild:
+            status = ALREADY if already else SWAPPED if bind else FITS
+            detail = "inputs of linear layers are rebuilt in backward"
+            report.add("rematerialise", type(place).__name__, status, detail)
+
+
+def _rebuilds(model: Any, report: Report) -> bool:
+    """Whether something can be rebuilt; says why not."""
     found = sum(report.count(seam, SWAPPED, ALREADY, FITS) for seam in rematerialise.SEAMS)
     reason = rematerialise.WHY_NOT if found else "it has no output that can be rebuilt"
     if reason is not None:
         report.add("rematerialise", type(model).__name__, LEFT, reason)
-        return
-    for name, place in rematerialise.places(model):
-        label, detail = type(place).__name__, "inputs of linear layers are rebuilt in backward"
-        at = _forward_name(place)
-        already = seam_of(getattr(place, at)) == "rematerialise"
-        if bind and not already:
-            forward = rematerialise.wrapped_forward(_unbound(place, at), name, report)
-            report.ledger.bind(place, at, forward, "rematerialise")
-        report.add(
-            "rematerialise", label, ALREADY if already else SWAPPED if bind else FITS, detail
-        )
+    return reason is None
 
 
 def _forward_name(module: Any) -> str:
@@ -181,11 +198,12 @@ def patch_type(model_type: str, flags: dict[str, bool]) -> Report:
         if flags.get("rope"):
             for space in spaces:
                 seams.patch_rope([space], space, report, bind=True)
+        look = adapters.Watch(report).look if flags.get(adapters.FLAG) else None
         for cls in headed_classes(spaces[0]):
             if flags.get("cross_entropy"):
                 _bind_class_loss(cls, report)
             if flags.get("fused_linear_cross_entropy"):
-                _bind_class_head(cls, report)
+                _bind_class_head(cls, report, look)
         if flags.get("rematerialise"):
             report.add("rematerialise", model_type, LEFT, "it acts on a model; give one")
     except BaseException:
@@ -215,10 +233,11 @@ def headed_classes(space: ModuleType) -> list[type]:
     return [c for c in classes if c.__name__.endswith(_HEADED) and heads.takes_labels(c.forward)]
 
 
-def _bind_class_head(cls: Any, report: Report) -> None:
+def _bind_class_head(cls: Any, report: Report, look: adapters.Look | None) -> None:
     new = seam_of(cls.forward) != "head"
     if new:
-        report.ledger.bind(cls, "forward", heads.wrapped_forward(cls.forward), "head")
+        forward = adapters.watching(heads.wrapped_forward(cls.forward, look), look)
+        report.ledger.bind(cls, "forward", forward, "head")
     report.add("head", cls.__name__, SWAPPED if new else ALREADY, "loss from hidden states")
 
 

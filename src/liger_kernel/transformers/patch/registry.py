@@ -110,6 +110,7 @@ def make(name: str, family: Family, model_type: str) -> Any:
         rest = DEFAULTS if takes_all else {}
         complete = {flag: bool(chosen.get(flag, rest.get(flag, False))) for flag in DEFAULTS}
         complete["rematerialise"] = bool(chosen.get("rematerialise"))  # as the contract: off
+        complete["lora"] = bool(chosen.get("lora", True))
         if "experts" not in chosen:  # the contract's flags know experts as part of the MLP
             complete["experts"] = complete["swiglu"] or complete["geglu"]
         return (
@@ -124,7 +125,8 @@ def make(name: str, family: Family, model_type: str) -> Any:
 
     Args:
         {", ".join(p.name for p in listed if p.name != "model")}: what to swap, see `liger_kernel.patch`.
-        experts, rematerialise: by keyword, not in the signature; the one follows swiglu or geglu, the other is off.
+        experts, lora, rematerialise: by keyword, not in the signature; the first follows swiglu or geglu, lora is on,
+            rematerialise off.
         model: a loaded model. Without one the classes of the modelling file are changed in place.
     Returns:
         A `Report`, printable and with `undo()`.

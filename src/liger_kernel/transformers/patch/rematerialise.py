@@ -290,12 +290,19 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def wrapped_forward(forward: Any, name: str, report: Any) -> Any:
-    """`forward(self, ...)` of a module under the hooks; the bytes not kept go to `report.rebuilt[name]`."""
+def wrapped_forward(
+    forward: Any, name: str, report: Any, before: Callable[[Any], None] | None = None
+) -> Any:
+    """`forward(self, ...)` of a module under the hooks, after `before(self)`; the bytes not kept go to
+    `report.rebuilt[name]`."""
 
     @functools.wraps(forward)
     def liger_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _free():
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        if before is not None:
+            before(self)
+        if not torch.is_grad_enabled() or not _free():
             return forward(self, *args, **kwargs)
         _see_adapters(report.ledger, self)
         with _hooks(name, report.rebuilt):

@@ -19,7 +19,9 @@ from liger_kernel.transformers.patch.apply import original_of, seam_of
 from liger_kernel.transformers.patch.experts import ExpertsSeam
 from liger_kernel.transformers.patch.gated import GatedSeam
 from liger_kernel.transformers.patch.gated_norm import GatedNormSeam
+from liger_kernel.transformers.patch.head import find_head
 from liger_kernel.transformers.patch.layer_norm import LayerNormSeam
+from liger_kernel.transformers.patch.lora import LoraSeam
 from liger_kernel.transformers.patch.norm import NormSeam
 from liger_kernel.transformers.patch.report import ALREADY, FITS, LEFT, SWAPPED, Report
 from liger_kernel.transformers.patch.rotary import NAMES as ROPE_NAMES
@@ -32,6 +34,7 @@ SEAMS: tuple[Any, ...] = (
     LayerNormSeam(),
     GatedNormSeam(),
     ExpertsSeam(),
+    LoraSeam(),
 )
 ROPE = RopeSeam()
 
@@ -128,8 +131,10 @@ def patch_rope(spaces: Iterable[ModuleType], user: Any, report: Report, bind: bo
 
 
 def of_instance(model: nn.Module) -> tuple[list[Site], list[ModuleType]]:
-    """Every module of a model once, and the Python modules that their classes live in."""
-    sites: list[Site] = [(module, module) for module in model.modules()]
+    """Every module of a model once but its head, which has a seam of its own, and the Python modules that their classes
+    live in."""
+    _, head = find_head(model)
+    sites: list[Site] = [(module, module) for module in model.modules() if module is not head]
     names = dict.fromkeys(probe.plain_class(module).__module__ for _, module in sites)
     return sites, [
         sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")
