@@ -10,6 +10,7 @@ import liger_kernel
 from liger_kernel.coverage import families, matrix
 from liger_kernel.coverage.build import awake
 from liger_kernel.transformers import functional
+from liger_kernel.transformers.patch.report import ALREADY, SWAPPED
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.plain
@@ -101,7 +102,9 @@ def test_classification_heads(family, task):
     with liger_kernel.patched(patched) as report:
         assert report.count("head") == 0
         assert report.count("rms_norm") >= 5
-        assert report.count("rope") == 1
+        # already, if a model of another test is patched at this moment: the function is the modelling file's
+        assert {r.status for r in report.rows if r.seam == "rope"} <= {SWAPPED, ALREADY}
+        assert any(r.seam == "rope" for r in report.rows)
         outputs = assert_same_step(plain, patched, input_ids=inputs["input_ids"], labels=labels)
     assert outputs.logits.shape[-1] == 3
 
