@@ -177,8 +177,9 @@ def test_of_given_logits(device):
     """Five numbers a row until backward, and the gradient."""
     if not _env.triton_runs_on(device.type):
         pytest.skip("the fallback is eager torch: it keeps what autograd keeps")
-    x, y = torch.randn(2, 8, 4096, device=device)
-    target = torch.arange(8, device=device)
+    rows = 64  # so that numbers a row are more than what an allocator rounds them up to
+    x, y = torch.randn(2, rows, 1024, device=device)
+    target = torch.arange(rows, device=device)
     x.requires_grad_()
     peak = _peak(lambda: torch.stack(fused_ce_tvd(x, y, target)), (x,), device)
-    assert peak <= _size(x) + 8 * A_TOKEN
+    assert peak <= _size(x) + rows * A_TOKEN

@@ -80,6 +80,10 @@ def test_training_step(pair, kind):
 @pytest.mark.parametrize("family", MORE)
 def test_more_families(family):
     plain = tiny(family)
+    try:
+        step(plain, **batch())
+    except AttributeError as error:  # 5.17: granitemoe's router loss is the number 0
+        pytest.skip(f"this release of transformers does not train {family} as shipped: {error}")
     patched = copy.deepcopy(plain)
     with liger_kernel.patched(patched) as report:
         assert report.count("head") == 1
