@@ -56,7 +56,7 @@ def readable(rows: Tensor, n: int, own: bool) -> int:
     return whole if own and rows.stride(0) >= whole else n
 
 
-# bytes of a row -> warps of the program that takes it; wider rows 32, one at a time on every SM
+# bytes of a row -> warps of the program that takes it; wider rows 32 (16 but on Hopper), one at a time on every SM
 _WARPS = {2 << 10: 1, 8 << 10: 2, 32 << 10: 4, 112 << 10: 8}
 
 
@@ -68,9 +68,9 @@ def shape(
     once: rows are visited once, so that there is nothing to keep in L2.
     """
     n_rows, info = logits.shape[0], _env.device_info(logits.device)
-    warps = next((w for size, w in _WARPS.items() if itemsize * width <= size), 8 if once else 32)
-    programs = min(n_rows, info.sm_count) if warps == 32 else n_rows
-    warps = min(warps, info.max_warps)
+    warps = next((w for size, w in _WARPS.items() if itemsize * width <= size), 8 if once else 0)
+    programs = n_rows if warps else min(n_rows, info.sm_count)
+    warps = min(warps or (32 if info.arch == "sm_90" else 16), info.max_warps)
     return programs, {"STEPS": 2, "LANES": 32 * warps, "EACH": 16 // itemsize, "num_warps": warps}
 
 

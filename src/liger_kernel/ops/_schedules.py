@@ -31,7 +31,7 @@ _FORMAT = 1
 WARPS = (1, 2, 4, 8, 16, 32)
 TILE = {"rows": (1, 2, 4, 8, 16), "warps": WARPS}
 SM_WARPS = 64  # that an SM holds at a time
-_REGISTERS = 65536  # of an SM, on all NVIDIA cards
+_REGISTERS = 65536  # of an SM
 _LARGEST_TILE = 16384  # elements of several rows
 
 TABLES: dict[str, "Table"] = {}  # by name, those of the op files that were imported
@@ -106,9 +106,9 @@ def _chosen(table: Table, size: int, device: torch.device, itemsize: int) -> Ent
 
 def resident(device: torch.device, warps: int, programs: int) -> dict[str, int]:
     """The compile option that leaves `programs` programs of an SM room at a time (0: the compiler's choice): registers
-    are shared out among them. NVIDIA alone: other compilers do not have it.
+    are shared out among them. Hopper alone, where that was measured; older cards' code needs more and would spill.
     """
-    if not programs or not _env.device_info(device).arch.startswith("sm_"):
+    if not programs or _env.device_info(device).arch != "sm_90":
         return {}
     return {"maxnreg": min(_REGISTERS // (32 * warps * programs) // 8 * 8, 255)}
 

@@ -121,7 +121,10 @@ def modulated_rms_norm_forward_kernel(
     w, flags = _weight_flags(x2, weight, offset, casting_mode)
     shift2 = None if shift is None else rows(shift)
     shifted = (shift2, None if shift2 is None else shift2.stride(0))
-    sizes, programs, plan = _plan(_FORWARD, x2, scale2, x.element_size())
+    loaded = x.element_size()
+    if _each(x2, scale2):
+        loaded += scale.element_size() + (0 if shift is None else shift.element_size())
+    sizes, programs, plan = _plan(_FORWARD, x2, scale2, loaded)
     operands = (x2, x2.stride(0), scale2, scale2.stride(0), *shifted, w, rstd)
     args = (y, *operands, *sizes, eps, offset)
     launch(kernels.forward_kernel, (programs,), x.device, *args, **flags, **plan)
