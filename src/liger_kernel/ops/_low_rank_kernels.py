@@ -3,6 +3,9 @@
 x `[N, D]` with adjacent columns and any row stride; h, g `[N, r]` fp32; weights of any strides. PRECISION says how a
 product of two operands of given types keeps fp32 digits on tensor cores, see `product`. With a SEED elements of x, or
 of the gradient that has its shape, are dropped.
+
+Tensor cores truncate what they add up. So sums over many tiles are taken outside of them, and times a number that only
+the launch knows: else the compiler moves the sum back.
 """
 # pyright: reportGeneralTypeIssues=false
 # (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
@@ -93,9 +96,9 @@ def down_kernel(
             x = tl.where(kept(SEED, row, start, dropped, ROWS, COLUMNS), x, 0.0)
         at_w = row_base(cols, sW_col)[:, None] + row_base(j, sW_rank)[None, :]
         w = tl.load(W + at_w, mask=m_col[:, None] & m_rank[None, :], other=0.0)
-        total = product(x, w, total, PRECISION)
+        total += product(x, w, tl.zeros((ROWS, RANK), tl.float32), PRECISION) * scale
     at_h = row_base(part, n_rows) * rank + row_base(row, rank)[:, None] + j[None, :]
-    tl.store(H + at_h, total * scale, mask=m_row[:, None] & m_rank[None, :])
+    tl.store(H + at_h, total, mask=m_row[:, None] & m_rank[None, :])
 
 
 @triton.jit
@@ -153,9 +156,9 @@ def columns_kernel(
             x = tl.where(kept(SEED, row, left, dropped, ROWS, COLUMNS), x, 0.0)
         at_g = row_base(row, rank)[:, None] + j[None, :]
         g = tl.load(G + at_g, mask=m_row[:, None] & m_rank[None, :], other=0.0)
-        total = product(tl.trans(x), g, total, PRECISION)
+        total += product(tl.trans(x), g, tl.zeros((COLUMNS, RANK), tl.float32), PRECISION) * scale
     at_out = row_base(cols, sOUT_col)[:, None] + row_base(j, sOUT_rank)[None, :]
-    result = (total * scale).to(OUT.dtype.element_ty)
+    result = total.to(OUT.dtype.element_ty)
     tl.store(
         OUT + row_base(part, n_cols) * rank + at_out, result, mask=m_col[:, None] & m_rank[None, :]
     )
