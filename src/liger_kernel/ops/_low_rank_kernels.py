@@ -18,7 +18,8 @@ from liger_kernel.ops._device import row_base
 from liger_kernel.ops._dropout import kept
 from liger_kernel.ops._triton import tl, triton
 
-NARROW, WIDE = torch.bfloat16, torch.float32
+_NARROW, _WIDE = torch.bfloat16, torch.float32
+_IN_TERMS = {(_WIDE, _WIDE): "both", (_WIDE, _NARROW): "left", (_NARROW, _WIDE): "right"}
 
 
 def precision(left: torch.dtype, right: torch.dtype) -> str:
@@ -28,10 +29,8 @@ def precision(left: torch.dtype, right: torch.dtype) -> str:
     passing through registers, which is what a kernel that shall keep up with memory needs; and six products of terms
     take less than what Triton does around three of tf32.
     """
-    if not _env.interpreting() and {left, right} <= {NARROW, WIDE}:
-        names = {(WIDE, WIDE): "both", (WIDE, NARROW): "left", (NARROW, WIDE): "right"}
-        if (left, right) in names:
-            return names[left, right]
+    if not _env.interpreting() and (left, right) in _IN_TERMS:
+        return _IN_TERMS[left, right]
     if left == right and left.itemsize == 2:
         return _dot.precision(left, right)
     return "ieee" if _env.interpreting() or _env.is_hip() else "tf32x3"
