@@ -17,7 +17,7 @@ else
 run := $(VENV)/bin/python
 installed := $(VENV)/installed
 endif
-pytest := $(run) -m pytest tests
+pytest := $(run) -m pytest tests -n $(JOBS) --dist worksteal
 others-tests := test-trl test-lightning test-quantised test-hub test-deepspeed test-megatron
 
 .PHONY: demo test test-gpu test-all $(others-tests) bench lint docs frameworks clean
@@ -29,16 +29,16 @@ demo: $(installed)
 # patch and train models on the paths a user without a GPU gets (marker `plain`): two runs.
 test: export OMP_NUM_THREADS = 1
 test: $(installed)
-	TRITON_INTERPRET=1 $(pytest) -n $(JOBS) --dist worksteal -m "not plain and not gpu and not slow" $(ARGS)
-	$(pytest) -n $(JOBS) --dist worksteal -m "plain and not gpu and not slow" $(ARGS)
+	TRITON_INTERPRET=1 $(pytest) -m "not plain and not gpu and not slow" $(ARGS)
+	$(pytest) -m "plain and not gpu and not slow" $(ARGS)
 
 test-all: export OMP_NUM_THREADS = 1
 test-all: $(installed)
-	TRITON_INTERPRET=1 $(pytest) -n $(JOBS) --dist worksteal -m "not plain and not gpu" $(ARGS)
-	$(pytest) -n $(JOBS) --dist worksteal -m "plain and not gpu" $(ARGS)
+	TRITON_INTERPRET=1 $(pytest) -m "not plain and not gpu" $(ARGS)
+	$(pytest) -m "plain and not gpu" $(ARGS)
 
 test-gpu: $(installed)
-	$(pytest) -p no:benchmark -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+	$(pytest) -p no:benchmark -m "not slow" $(ARGS)
 
 # Other people's trainers and layers, in the releases of tests/trainers.txt: an environment for each under build/trainers.
 $(others-tests): export OMP_NUM_THREADS = 1

@@ -19,7 +19,6 @@ from liger_kernel.tuning.subjects import SUBJECTS
 CPU = torch.device("cpu")
 CARD = "cpu-4"
 BY_NAME = {subject.table.name: subject for subject in SUBJECTS}
-SMS = 4  # of a CPU, as it were
 plain = pytest.mark.plain
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from liger_kernel.ops._triton import cdiv, tl, triton
 
 STEPS = 1 << 16  # of a probability
-_ROUNDS: tl.constexpr = tl.constexpr(7)
-_EACH: tl.constexpr = tl.constexpr(8)  # columns of one call
+_PHILOX_ROUNDS, _COLUMNS = 7, 8  # of one call
+_ROUNDS: tl.constexpr = tl.constexpr(_PHILOX_ROUNDS)
+_EACH: tl.constexpr = tl.constexpr(_COLUMNS)
 _WORD = (1 << 32) - 1
 _FACTORS, _KEYS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Philox 4x32's
 
@@ -47,11 +48,11 @@ def kept(SEED, row, first, dropped, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 def mask(seed: Tensor, n_rows: int, n_cols: int, dropped: int) -> Tensor:
     """The same in torch, `[n_rows, n_cols]`: where elements are kept."""
-    row, column = (torch.arange(n, device=seed.device) for n in (n_rows, cdiv(n_cols, 8)))
+    row, column = (torch.arange(n, device=seed.device) for n in (n_rows, cdiv(n_cols, _COLUMNS)))
     c0, c1 = torch.broadcast_tensors(column[None, :], row[:, None])
     c2 = c3 = torch.zeros_like(c0)
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
-    for _ in range(7):
+    for _ in range(_PHILOX_ROUNDS):
         (high2, low2), (high0, low0) = _product(_FACTORS[1], c2), _product(_FACTORS[0], c0)
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _KEYS[0]) & _WORD, (k1 + _KEYS[1]) & _WORD

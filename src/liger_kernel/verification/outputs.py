@@ -21,12 +21,8 @@ from liger_kernel.verification.result import Row, Rows
 from liger_kernel.verification.state import exactly, wide, widened
 from liger_kernel.verification.steps import Batch
 
-_OF_THE_MODEL = (
-    "head",
-    "cross_entropy",
-    "rematerialise",
-    "adapters",
-)  # seen in its loss and gradients
+# seen in its loss and gradients
+_OF_THE_MODEL = ("head", "cross_entropy", "rematerialise", "adapters")
 
 
 def compare_outputs(
