@@ -155,18 +155,23 @@ def test_only_env_asks_the_machine(path):
             assert node.value != "cuda", f"{where} names a device type"
 
 
+BANNED = {
+    "triton.autotune",
+    "tl.atomic_",
+    "wrap_triton",
+    "device_print",
+    "torch.equal(",
+    ".item()",
+}
+# Programs of a shared row take their places from a counter. What they add up has an order of its own.
+ALLOWED = {"_row_parts.py": {"tl.atomic_"}}
+
+
 @pytest.mark.parametrize("path", [f for f in FILES if "ops" in f.parts], ids=_name)
 def test_banned_calls(path):
     """No tuning in the hot path, no order left to chance, nothing the host would wait for."""
     source = path.read_text(encoding="utf-8")
-    for phrase in (
-        "triton.autotune",
-        "tl.atomic_",
-        "wrap_triton",
-        "device_print",
-        "torch.equal(",
-        ".item()",
-    ):
+    for phrase in BANNED - ALLOWED.get(path.name, set()):
         assert phrase not in source, f"{path.name} uses {phrase}"
 
 

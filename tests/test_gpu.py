@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_kernel import _env
+from liger_kernel.ops._ce_kernels import _GRADIENT, ce_rows
 from liger_kernel.ops.cross_entropy import cross_entropy
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_kernel.ops.low_rank_update import low_rank_update
@@ -85,6 +86,38 @@ def test_cross_entropy_beyond_32_bits(device):
     alone = cross_entropy(tail, target[-3:], reduction="none").loss
     assert torch.equal(loss[-3:], alone)
     assert torch.equal(grad[-3:], torch.autograd.grad(alone.sum(), tail)[0])
+
+
+@pytest.mark.parametrize("vocab", [131_072, 131_085])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_programs_share_a_row(parts, vocab, device):
+    """As one program finds it, with the same bits every time; a part may hold nothing, the label alone, or NaN."""
+    logits = torch.randn(1500, vocab, device=device).mul_(3).bfloat16()
+    target = torch.randint(vocab, (1500,), device=device)
+    target[:6] = torch.tensor([0, vocab - 1, -100, vocab, 7, vocab // 2], device=device)
+    logits[4] = float("-inf")
+    logits[4, 7] = 0.0
+    logits[5, : vocab // 2] = float("-inf")
+    logits[6, vocab - 2] = float("nan")
+    weight = torch.rand(vocab, device=device)
+    scales = torch.full((2,), 0.25, device=device)
+
+    def found(schedule, inplace):
+        given = logits.clone() if inplace else logits
+        out = given if inplace else torch.full_like(logits, 7.0)
+        options = {"V": vocab, "lse_square_scale": 1e-3}
+        with _GRADIENT.using(schedule):
+            stats = ce_rows(given, target, weight, scales, None, out, **options)
+        return stats.numbers, out
+
+    alone, shared = found((16, 4, 2, 1), False), found((8, 4, 4, parts), False)
+    for got, want in zip(shared, alone, strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=0, equal_nan=True)
+    torch.testing.assert_close(shared[0], alone[0], rtol=1e-5, atol=1e-6, equal_nan=True)
+    for inplace in (False, True):
+        again = found((8, 4, 4, parts), inplace)
+        for got, want in zip(again, shared, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_head_beyond_32_bits(device):

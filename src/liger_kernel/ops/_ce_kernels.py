@@ -25,8 +25,12 @@ NaN.
 
 Each program takes a row in two passes, of which the second runs backwards and finds most of it in
 L1 and L2. A table says how many rows an SM has under way: with one, nothing hides the end of a pass
-and of a row; with many, the second pass reads from memory. Columns past the last multiple of 16 are
-visited apart: the others then keep 16-byte accesses whenever rows are aligned, whatever V is.
+and of a row; with many, the second pass reads from memory. Rows that are too long for both are
+shared by several programs, which tell one another maximum and sum between their passes.
+
+Accesses have 16 bytes whatever V and the rows' strides are: a program counts columns from its
+`origin`, the first one that lies on a multiple of 16 bytes (those before it are negative), visits
+`whole` of them so, a multiple of 16, and the few `before` and `behind` them, its `edges`, apart.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
@@ -36,13 +40,24 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
-from liger_kernel.ops._ce_lanes import collapse, gradient, log1p, measure, measure_edge, transform
+from liger_kernel.ops._ce_lanes import (
+    EDGES,
+    collapse,
+    edges,
+    gradient,
+    log1p,
+    measure,
+    measure_edges,
+    transform,
+)
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import dense
+from liger_kernel.ops._row_parts import board, exchange, parts_of, take_place
 from liger_kernel.ops._schedules import WARPS, Table, card_of, resident
 from liger_kernel.ops._triton import Launch, planned, tl, triton
 
-_EDGE = tl.constexpr(16)
+_MULTIPLE = tl.constexpr(16)
+_LINE = tl.constexpr(64)  # columns that parts of a row are rounded to
 
 
 class RowStats(NamedTuple):
@@ -96,8 +111,8 @@ def _prepare(
 
 @triton.jit
 def _conclude(
-    row, y, x_y, scale, scale_z, w_y, w_sum, upstream, base, rest, gaps, best, STATS, PREDICTED,
-    n_rows, n_cols, smoothing, lse_square_scale, slope,
+    row, part, origin, y, x_y, scale, scale_z, w_y, w_sum, upstream, base, rest, gaps, best, STATS,
+    PREDICTED, n_rows, n_cols, smoothing, lse_square_scale, slope,
     SMOOTH: tl.constexpr, TOKEN_SCALING: tl.constexpr, ARGMAX: tl.constexpr,
 ):  # fmt: skip
     """Store the row's numbers; -> c_p / total, target's p_y c_p - c_y, and c_w, all of them with
@@ -119,13 +134,13 @@ def _conclude(
     if SMOOTH:
         ce += c_w * (w_sum * nll + gaps)
     z_loss = lse_square_scale * lse * lse * scale_z
-    tl.store(STATS + row, ce * scale + z_loss)
-    tl.store(STATS + n_rows + row, z_loss)
-    tl.store(STATS + 2 * n_rows + row, lse)
+    tl.store(STATS + row, ce * scale + z_loss, mask=part == 0)
+    tl.store(STATS + n_rows + row, z_loss, mask=part == 0)
+    tl.store(STATS + 2 * n_rows + row, lse, mask=part == 0)
     if ARGMAX:
-        best = tl.minimum(best, n_cols - 1)  # a row of NaN has no largest logit
+        best = tl.minimum(best, n_cols - 1 - origin)  # a row of NaN has no largest logit
         tl.store(STATS + 3 * n_rows + row, tl.where(best == y, 1.0, 0.0))
-        tl.store(PREDICTED + row, best.to(tl.int64))
+        tl.store(PREDICTED + row, (origin + best).to(tl.int64))
     scale, scale_z = scale * slope * upstream, scale_z * slope * upstream
     c_y, c_w = c_y * scale, c_w * scale
     more = c_w * w_sum + 2.0 * lse_square_scale * lse * scale_z
@@ -134,36 +149,34 @@ def _conclude(
 
 @triton.jit
 def _skip(
-    row, value, STATS, PREDICTED, OUT, n_rows, n_cols, ARGMAX: tl.constexpr, BLOCK: tl.constexpr
-):
+    row, part, before, whole, behind, value, STATS, PREDICTED, OUT, n_rows, ARGMAX: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """A row without a usable label: `value` everywhere."""
     for i in tl.static_range(3 + ARGMAX):
-        tl.store(STATS + i * n_rows + row, value)
+        tl.store(STATS + i * n_rows + row, value, mask=part == 0)
     if ARGMAX:
         tl.store(PREDICTED + row, tl.cast(-1, tl.int64))
     if OUT is not None:
-        whole = n_cols // _EDGE * _EDGE
         for start in range(0, whole, BLOCK):
             cols = start + tl.arange(0, BLOCK)
             filled = tl.zeros((BLOCK,), tl.float32) + value
             tl.store(OUT + cols, filled.to(OUT.dtype.element_ty), mask=cols < whole)
-        edge = whole + tl.arange(0, _EDGE)
-        filled = tl.zeros((_EDGE,), tl.float32) + value
-        tl.store(OUT + edge, filled.to(OUT.dtype.element_ty), mask=edge < n_cols)
+        cols, mask = edges(tl.arange(0, EDGES), before, whole, behind)
+        filled = tl.zeros((EDGES,), tl.float32) + value
+        tl.store(OUT + cols, filled.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _read(Z, cols, limit, eviction: tl.constexpr):
-    """Logits of a piece, -inf past the limit."""
-    return tl.load(Z + cols, mask=cols < limit, other=float("-inf"), eviction_policy=eviction)
+def _read(Z, cols, mask, eviction: tl.constexpr):
+    """Logits of a piece, -inf outside the mask."""
+    return tl.load(Z + cols, mask=mask, other=float("-inf"), eviction_policy=eviction)
 
 
 @triton.jit
 def _write(
-    OUT, z, cols, limit, near, W, y, base, c_p, g_y, c_w, inner, outer,
+    OUT, z, cols, mask, near, W, y, base, c_p, g_y, c_w, inner, outer,
     FORM: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
-    mask = cols < limit
     g = gradient(
         z.to(tl.float32), cols, mask, near, W, y, base, c_p, g_y, c_w, inner, outer, FORM, SMOOTH
     )
@@ -172,26 +185,22 @@ def _write(
 
 @triton.jit
 def _row(
-    row, y, STATS, PREDICTED, OUT, Z, W, WSUM, SCALES, UP, sUP, n_rows, n_cols,
-    smoothing, lse_square_scale, inner, outer, slope, FORM: tl.constexpr,
+    row, part, origin, before, whole, behind, z, piece, y, BOARD, STATS, PREDICTED, OUT, Z, W, WSUM, SCALES,
+    UP, sUP, n_rows, n_cols, smoothing, lse_square_scale, inner, outer, slope, FORM: tl.constexpr,
     SMOOTH: tl.constexpr, TOKEN_SCALING: tl.constexpr, ARGMAX: tl.constexpr, RAGGED: tl.constexpr,
-    STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    PARTS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
+    """z: the logits of the first piece; every piece is asked for one ahead."""
     SIZE: tl.constexpr = STEPS * LANES * EACH
-    lane = tl.arange(0, LANES)[:, None, None]
-    piece = tl.arange(0, STEPS)[None, :, None] * (LANES * EACH) + lane * EACH
-    piece += tl.arange(0, EACH)[None, None, :]
-    whole = n_cols // _EDGE * _EDGE
-    z = _read(Z, piece, whole, "evict_last")  # every piece is asked for one ahead
     x_y, ref, scale, scale_z, w_y, w_sum, upstream = _prepare(
         row, y, Z, W, WSUM, SCALES, UP, sUP, n_cols, inner, outer, FORM, SMOOTH
     )
-    top, rest, gaps, best = measure_edge(
-        Z, whole, n_cols, W, y, ref, inner, outer, FORM, SMOOTH, ARGMAX, RAGGED, LANES
+    top, rest, gaps, best = measure_edges(
+        Z, before, whole, behind, W, y, ref, inner, outer, FORM, SMOOTH, ARGMAX, RAGGED, LANES
     )
     for start in range(0, whole, SIZE):
         cols = start + piece
-        after = _read(Z, cols + SIZE, whole, "evict_last")
+        after = _read(Z, cols + SIZE, cols + SIZE < whole, "evict_last")
         near = (y >= start) & (y < start + SIZE)
         top, rest, gaps, best = measure(
             top, rest, gaps, best, z.to(tl.float32), cols, cols < whole, near, W, y, ref,
@@ -199,9 +208,13 @@ def _row(
         )  # fmt: skip
         z = after
     base, rest, gaps, best = collapse(top, rest, gaps, best, x_y, y, SMOOTH, ARGMAX)
+    if PARTS > 1:
+        bases, rests = exchange(BOARD, row, part, base, rest, PARTS)
+        base = tl.max(bases, axis=0)
+        rest = tl.sum(rests * exp(bases - base), axis=0)
     c_p, g_y, c_w = _conclude(
-        row, y, x_y, scale, scale_z, w_y, w_sum, upstream, base, rest, gaps, best, STATS, PREDICTED,
-        n_rows, n_cols, smoothing, lse_square_scale, slope, SMOOTH, TOKEN_SCALING, ARGMAX,
+        row, part, origin, y, x_y, scale, scale_z, w_y, w_sum, upstream, base, rest, gaps, best, STATS,
+        PREDICTED, n_rows, n_cols, smoothing, lse_square_scale, slope, SMOOTH, TOKEN_SCALING, ARGMAX,
     )  # fmt: skip
     if OUT is not None:
         # Backwards: what was read last is still near.
@@ -209,37 +222,67 @@ def _row(
             start = (whole - 1) // SIZE * SIZE - back
             cols = start + piece
             near = (y >= start) & (y < start + SIZE)
-            z = _read(Z, cols, whole, "evict_first")
-            _write(OUT, z, cols, whole, near, W, y, base, c_p, g_y, c_w, inner, outer, FORM, SMOOTH)
+            mask = cols < whole
+            z = _read(Z, cols, mask, "evict_first")
+            _write(OUT, z, cols, mask, near, W, y, base, c_p, g_y, c_w, inner, outer, FORM, SMOOTH)
         if RAGGED:
-            cols = whole + tl.arange(0, _EDGE)
-            z_edge = _read(Z, cols, n_cols, "evict_first")
-            _write(
-                OUT, z_edge, cols, n_cols, y >= whole, W, y, base, c_p, g_y, c_w, inner, outer,
-                FORM, SMOOTH,
-            )  # fmt: skip
+            cols, mask = edges(tl.arange(0, EDGES), before, whole, behind)
+            z = _read(Z, cols, mask, "evict_first")
+            _write(OUT, z, cols, mask, True, W, y, base, c_p, g_y, c_w, inner, outer, FORM, SMOOTH)
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index", "sUP"])
 def _rows_kernel(
-    STATS, PREDICTED, OUT, Z, T, W, WSUM, SCALES, UP, sOUT, sZ, sUP, n_rows, n_cols, ignore_index,
-    smoothing, lse_square_scale, inner, outer, slope, FORM: tl.constexpr,
+    BOARD, STATS, PREDICTED, OUT, Z, T, W, WSUM, SCALES, UP, sOUT, sZ, sUP, n_rows, n_cols,
+    ignore_index, smoothing, lse_square_scale, inner, outer, slope, FORM: tl.constexpr,
     SMOOTH: tl.constexpr, TOKEN_SCALING: tl.constexpr, ARGMAX: tl.constexpr, RAGGED: tl.constexpr,
-    STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    SHIFTED: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row, part = tl.program_id(0), 0
+    if PARTS > 1:
+        row, part = take_place(BOARD, PARTS)
     label = tl.load(T + row).to(tl.int64)
-    Z += row_base(row, sZ)
+    at_z, at_out, before = row_base(row, sZ), row_base(row, sOUT), 0
+    if SHIFTED:
+        aligned = tl.cdiv(at_z, EACH) * EACH
+        before = (aligned - at_z).to(tl.int32)
+        at_z, at_out = aligned, tl.cdiv(at_out, EACH) * EACH
+    origin = before
+    whole = tl.maximum(n_cols - before, 0) // _MULTIPLE * _MULTIPLE
+    behind = n_cols - before - whole  # below 0 where a row ends before the multiple
+    if PARTS > 1:
+        each = tl.cdiv(tl.cdiv(whole, PARTS), _LINE) * _LINE
+        first = tl.minimum(part * each, whole // _MULTIPLE * _MULTIPLE)
+        whole = tl.minimum(whole - first, each) // _MULTIPLE * _MULTIPLE
+        before = tl.where(part == 0, before, 0)
+        behind = tl.where(part == PARTS - 1, behind, 0)
+        origin += first
+        at_z, at_out = at_z + first, at_out + first
+    Z += at_z
     if OUT is not None:
-        OUT += row_base(row, sOUT)
+        OUT += at_out
+    if W is not None:
+        W += origin
+    lane = tl.arange(0, LANES)[:, None, None]
+    piece = tl.arange(0, STEPS)[None, :, None] * (LANES * EACH) + lane * EACH
+    piece += tl.arange(0, EACH)[None, None, :]
+    if PARTS > 1:  # at once: a program's turns are short; what an ignored row then reads is little
+        z = _read(Z, piece, piece < whole, "evict_last")
     if (label == ignore_index) | (label < 0) | (label >= n_cols):
         value = tl.where(label == ignore_index, 0.0, float("nan"))
-        _skip(row, value, STATS, PREDICTED, OUT, n_rows, n_cols, ARGMAX, STEPS * LANES * EACH)
+        _skip(
+            row, part, before, whole, behind, value, STATS, PREDICTED, OUT, n_rows, ARGMAX,
+            STEPS * LANES * EACH,
+        )  # fmt: skip
     else:
+        if PARTS == 1:
+            z = _read(Z, piece, piece < whole, "evict_last")
         _row(
-            row, label.to(tl.int32), STATS, PREDICTED, OUT, Z, W, WSUM, SCALES, UP, sUP, n_rows, n_cols,
-            smoothing, lse_square_scale, inner, outer, slope, FORM, SMOOTH, TOKEN_SCALING, ARGMAX, RAGGED,
-            STEPS, LANES, EACH,
+            row, part, origin, before, whole, behind, z, piece, label.to(tl.int32) - origin, BOARD,
+            STATS, PREDICTED, OUT, Z, W, WSUM, SCALES, UP, sUP, n_rows, n_cols, smoothing,
+            lse_square_scale, inner, outer, slope, FORM, SMOOTH, TOKEN_SCALING, ARGMAX, RAGGED,
+            PARTS, STEPS, LANES, EACH,
         )  # fmt: skip
 
 
@@ -253,8 +296,9 @@ def ce_rows(
     """Loss of every row and, into `out`, the gradient of the logits (formulas: top of this file).
 
     Args:
-        logits: `[C, >= V]`, the first V columns count. Adjacent columns, any row stride; a stride
-            that is a multiple of 16 elements keeps accesses wide when V is odd, so pad your own.
+        logits: `[C, >= V]`, the first V columns count. Adjacent columns, any row stride. Accesses
+            are narrow where the memory of logits or `out` does not begin on a multiple of 16 bytes,
+            or their strides differ by no multiple of 16 bytes of logits.
         target: `[C]` int64 or int32.
         weight: `[V]` class weights of any float dtype, or None.
         scales: `[2]` fp32 on the device, the factors of cross entropy and z-loss (1 / denominators).
@@ -265,21 +309,24 @@ def ce_rows(
         weight_sum: sum of `weight`, one fp32 element; needed with both weights and smoothing.
         want_argmax: fill `correct` and `predicted`.
     Memory:
-        12 bytes a row, 12 more with `want_argmax`. No synchronisation.
+        12 bytes a row, 12 more with `want_argmax`, and 8 for each program of a shared row. The host
+        is never waited for.
     """
     n_rows, device = logits.shape[0], logits.device
     numbers = logits.new_empty((3 + want_argmax, n_rows), dtype=torch.float32)
     predicted = logits.new_empty(n_rows if want_argmax else 0, dtype=torch.int64)
+    step = logits.stride(0)
     steps = (
-        0 if out is None else out.stride(0), logits.stride(0), 0 if upstream is None else upstream.stride(0)
+        step if out is None else out.stride(0), step, 0 if upstream is None else upstream.stride(0)
     )  # fmt: skip
     table, size = _LOSS if out is None else _GRADIENT, logits.element_size()
-    run = _launch(
+    run, parts = _launch(
         device, table, size, steps, n_rows, V, ignore_index, label_smoothing, lse_square_scale,
         pre_scale, softcap, post_scale, token_scaling, want_argmax,
     )  # fmt: skip
     target, weight = dense(target), weight if weight is None else dense(weight)
-    run(numbers, predicted, out, logits, target, weight, weight_sum, scales, upstream)
+    shared = board(device, n_rows, parts)
+    run(shared, numbers, predicted, out, logits, target, weight, weight_sum, scales, upstream)
     return RowStats(numbers, predicted)
 
 
@@ -288,48 +335,59 @@ def _launch(
     device: torch.device, table: Table, size: int, steps: tuple[int, ...], n_rows: int, V: int, ignore_index: int,
     label_smoothing: float, lse_square_scale: float, pre_scale: float, softcap: float | None, post_scale: float,
     token_scaling: bool, want_argmax: bool,
-) -> Launch:  # fmt: skip
-    """size: bytes of a logit."""
+) -> tuple[Launch, int]:  # fmt: skip
+    """-> launch, parts of a row; size: bytes of a logit."""
     scale = pre_scale * post_scale
     inner, outer = (pre_scale / softcap, post_scale * softcap) if softcap else (1.0, scale)
     warps, *rest = table.choose(size * V, size, card_of(device))
     warps = min(warps, _env.device_info(device).max_warps)
-    runs, programs = rest or (2, 0)
-    if any(step % _EDGE.value for step in steps[:2]):  # accesses of one element each
-        runs, programs = 2, 0
-    elif (
-        softcap or label_smoothing or want_argmax
-    ):  # what needs more registers takes fewer logits at a time
+    runs, programs, parts = rest or (2, 0, 1)
+    parts = parts_of(device, parts)
+    each, (out_step, z_step, _) = 16 // size, steps
+    aligned = not (z_step % _MULTIPLE.value or out_step % _MULTIPLE.value)
+    shifted = not aligned and (out_step - z_step) % each == 0
+    if not (aligned or shifted):  # accesses of one element each
+        runs, programs, parts = 2, 0, 1
+    elif label_smoothing or want_argmax:  # more registers: fewer logits at a time; more to tell
+        runs, parts = 2, 1
+    elif softcap:
         runs = 2
     meta = {
         "FORM": "capped" if softcap else "plain" if scale == 1.0 else "scaled",
         "SMOOTH": label_smoothing != 0.0,
         "TOKEN_SCALING": token_scaling,
         "ARGMAX": want_argmax,
-        "RAGGED": V % _EDGE.value != 0,
+        "RAGGED": shifted or V % _MULTIPLE.value != 0,
+        "SHIFTED": shifted,
+        "PARTS": parts,
         "STEPS": runs,
         "LANES": 32 * warps,
-        "EACH": 16 // size,
+        "EACH": each,
         "num_warps": warps,
         **resident(device, warps, programs),
     }
     numbers = (n_rows, V, ignore_index, label_smoothing, lse_square_scale, inner, outer, scale)
-    return Launch(_rows_kernel, (n_rows,), device, *steps, *numbers, **meta)
+    return Launch(_rows_kernel, (n_rows * parts,), device, *steps, *numbers, **meta), parts
 
 
-def _fits(size: int, warps: int, runs: int = 2, programs: int = 0) -> bool:
-    """A row is 1 to 128 pieces, and every thread has the registers it needs."""
-    piece = 512 * warps * runs
-    return max(size // 128, 1024) <= piece <= max(size, 1024) and programs * warps <= _MOST_WARPS
+def _fits(size: int, warps: int, runs: int = 2, programs: int = 0, parts: int = 1) -> bool:
+    """A part of a row is 1 to 128 pieces, and every thread has the registers it needs. Parts are for rows of which a
+    program an SM, twice, does not fit L2.
+    """
+    piece, part = 512 * warps * runs, size // parts
+    fast = max(part // 128, 1024) <= piece <= max(part, 1024) and programs * warps <= _MOST_WARPS
+    return fast and (parts == 1 or (size > _SHARED and programs > 0))
 
 
 _MOST_WARPS = 32  # that an SM holds at 64 registers a thread
+_SHARED = 128 << 10  # bytes of a row
 
-# bytes of a row -> warps of the program that takes it, runs of a piece, and how many programs an SM is to hold at a
-# time (0: the compiler's choice). Measured on H200, see NOTES.md.
-_GRADIENT = Table("cross_entropy.gradient", {"warps": WARPS, "runs": (2, 4), "programs": (0, 2, 3, 5)}, {
-    2 << 10: (1, 2, 0), 8 << 10: (2, 2, 0), 32 << 10: (4, 4, 5), 112 << 10: (8, 4, 3),
-    512 << 10: (16, 4, 2),
+# bytes of a row -> warps of the program that takes it, runs of a piece, how many programs an SM is to hold at a time
+# (0: the compiler's choice), and how many share a row. Measured on H200, see NOTES.md.
+_FIELDS = {"warps": WARPS, "runs": (2, 4), "programs": (0, 2, 3, 4, 5), "parts": (1, 2, 4, 8)}
+_GRADIENT = Table("cross_entropy.gradient", _FIELDS, {
+    2 << 10: (1, 2, 0, 1), 8 << 10: (2, 2, 0, 1), 32 << 10: (4, 4, 5, 1), 112 << 10: (8, 4, 3, 1),
+    160 << 10: (16, 4, 2, 1), 320 << 10: (8, 4, 4, 4), 1 << 20: (8, 4, 4, 8),
 }, _fits)  # fmt: skip
 # The loss alone reads a row once.
 _LOSS = Table("cross_entropy.loss", {"warps": WARPS}, {

@@ -10,6 +10,7 @@ exponential more for K * E of them.
 from liger_kernel.ops._device import LN2, exp, tanh_and_slope
 from liger_kernel.ops._triton import tl, triton
 
+EDGES = tl.constexpr(32)  # the most columns of a row that need narrower accesses, as a power of two
 _NOWHERE = tl.constexpr(2147483647)
 
 
@@ -70,21 +71,26 @@ def measure(
 
 
 @triton.jit
-def measure_edge(
-    Z, whole, n_cols, W, y, ref, inner, outer, FORM: tl.constexpr, SMOOTH: tl.constexpr,
+def edges(n, before, whole, behind):
+    """-> columns, n counting those before column 0 and then those from column `whole` on; and which of n there are."""
+    return n - before + tl.where(n < before, 0, whole), n < before + behind
+
+
+@triton.jit
+def measure_edges(
+    Z, before, whole, behind, W, y, ref, inner, outer, FORM: tl.constexpr, SMOOTH: tl.constexpr,
     ARGMAX: tl.constexpr, RAGGED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The lanes before the first piece: nothing yet, or the columns past the last multiple."""
+    """The lanes before the first piece: nothing yet, or the columns that no piece holds."""
     top = tl.full((LANES,), float("-inf"), tl.float32)
     rest = tl.zeros((LANES,), tl.float32)
     gaps = tl.zeros((LANES,), tl.float32)
     best = tl.full((LANES,), _NOWHERE, tl.int32)
     if RAGGED:
-        cols = whole + tl.arange(0, LANES)[:, None, None]
-        mask = cols < n_cols
+        cols, mask = edges(tl.arange(0, LANES)[:, None, None], before, whole, behind)
         z = tl.load(Z + cols, mask=mask, other=float("-inf")).to(tl.float32)
         top, rest, gaps, best = measure(
-            top, rest, gaps, best, z, cols, mask, y >= whole, W, y, ref, inner, outer,
+            top, rest, gaps, best, z, cols, mask, True, W, y, ref, inner, outer,
             FORM, SMOOTH, ARGMAX,
         )  # fmt: skip
     return top, rest, gaps, best

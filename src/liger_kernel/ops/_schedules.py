@@ -106,11 +106,16 @@ def _chosen(table: Table, size: int, device: torch.device, itemsize: int) -> Ent
 
 def resident(device: torch.device, warps: int, programs: int) -> dict[str, int]:
     """The compile option that leaves `programs` programs of an SM room at a time (0: the compiler's choice): registers
-    are shared out among them. Hopper alone, where that was measured; older cards' code needs more and would spill.
+    are shared out among them. Older cards' code needs more than Hopper's and would spill.
     """
-    if not programs or _env.device_info(device).arch != "sm_90":
+    if not programs or not measured_on(device):
         return {}
     return {"maxnreg": min(_REGISTERS // (32 * warps * programs) // 8 * 8, 255)}
+
+
+def measured_on(device: torch.device) -> bool:
+    """Whether the built-in entries were measured on such a device. What could harm elsewhere stays away from others."""
+    return _env.device_info(device).arch == "sm_90"
 
 
 def fits_tile(block: int, rows: int, warps: int) -> bool:

@@ -8,7 +8,7 @@ Three matrix products: for "mean" and "sum" the gradients dh and dW are made in 
 upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before rounding.
 
 On Hopper bf16 losses without smoothing, z-loss and predicted tokens take products whose epilogue is the softmax
-(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none.
+(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none. A hundred tokens' are kept in fp32.
 
 Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within
         `memory_budget`, by default 0.5 % of device memory within 128..640 MiB (64 MiB on a CPU).
@@ -30,7 +30,7 @@ from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head import exponentials
 from liger_kernel.ops.head.cross_entropy import objective_cross_entropy
-from liger_kernel.ops.head.engine import Wanted, part, placed, run, valid_tokens
+from liger_kernel.ops.head.engine import Wanted, form_for, part, placed, run, valid_tokens
 from liger_kernel.ops.head.module import Packed, takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
@@ -96,7 +96,7 @@ def head_cross_entropy(
     """
     labels, vocab = target.reshape(-1), weight.shape[0]
     n = labels.numel()
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, logits=form_for(hidden))
     keep = valid_tokens(labels, ignore_index, num_valid)
     wide = compute_dtype(hidden)
     scales = factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide)
@@ -104,7 +104,7 @@ def head_cross_entropy(
     wanted = Wanted(need_dh, need_dw, need_db)
     plain = not (label_smoothing or lse_square_scale or want_prediction)
     call: dict[str, Any] = {"keep": keep, "budget": budget, "accum_dtype": accum_dtype}
-    if plain and exponentials.apply_to(hidden, head, kernels):
+    if plain and head.logits == "same" and exponentials.apply_to(hidden, head, kernels):
         per_token = _of_logp(labels, ce_weight, scales[0], each, token_scaling, ignore_index)
         call |= {"targets": labels, "ignore_index": ignore_index, "hits": want_accuracy}
         found, grads = exponentials.run(hidden, head, per_token, wanted, **call)

@@ -30,6 +30,7 @@ from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
 
 _WORTH_DROPPING = 0.98  # gather only when fewer than this share of the tokens is valid
+_FEW = 128  # tokens whose products take as long as it takes an accelerator to read the weight
 RowKernel = Callable[..., Any]
 
 
@@ -63,17 +64,26 @@ class Gradients:
 
 
 def valid_tokens(target: Tensor, ignore_index: int, num_valid: int | None) -> Tensor | None:
-    """Positions of the tokens that count, or None for "take all of them": few are ignored, or
-    nobody may wait.
+    """Positions of the tokens that count, or None for "take all of them": few are ignored, there
+    are few, or nobody may wait.
     """
     n = target.numel()
-    if n == 0 or _env.capturing(target.device) or (num_valid or 0) > _WORTH_DROPPING * n:
+    few = n <= _FEW and target.device.type != "cpu"
+    if n == 0 or few or _env.capturing(target.device) or (num_valid or 0) > _WORTH_DROPPING * n:
         return None
     keep = target != ignore_index
     if num_valid is not None:
         return torch.nonzero_static(keep, size=num_valid, fill_value=0).view(-1)
     kept = keep.nonzero().view(-1)  # waits for the count
     return None if kept.numel() > _WORTH_DROPPING * n else kept
+
+
+def form_for(hidden: Tensor) -> str:
+    """How logits of 16-bit hidden `[*, H]` are kept where nobody says: those of few tokens in fp32, as exact as the way
+    without logits, which takes more launches.
+    """
+    few = hidden.numel() <= _FEW * hidden.shape[-1] and hidden.element_size() == 2
+    return "float32" if few and _env.mixed_products(hidden.device) else "same"
 
 
 def alignment(device: torch.device) -> int:
