@@ -52,9 +52,9 @@ from liger_kernel.ops._ce_lanes import (
 )
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import dense
-from liger_kernel.ops._row_parts import board, exchange, parts_of, take_place
+from liger_kernel.ops._row_parts import board, can_wait, exchange, take_place
 from liger_kernel.ops._schedules import WARPS, Table, card_of, resident
-from liger_kernel.ops._triton import Launch, planned, tl, triton
+from liger_kernel.ops._triton import UNFUSED, Launch, planned, tl, triton
 
 _MULTIPLE = tl.constexpr(16)
 _LINE = tl.constexpr(64)  # columns that parts of a row are rounded to
@@ -340,20 +340,21 @@ def _launch(
     scale = pre_scale * post_scale
     inner, outer = (pre_scale / softcap, post_scale * softcap) if softcap else (1.0, scale)
     warps, *rest = table.choose(size * V, size, card_of(device))
-    warps = min(warps, _env.device_info(device).max_warps)
     runs, programs, parts = rest or (2, 0, 1)
-    parts = parts_of(device, parts)
     each, (out_step, z_step, _) = 16 // size, steps
     aligned = not (z_step % _MULTIPLE.value or out_step % _MULTIPLE.value)
     shifted = not aligned and (out_step - z_step) % each == 0
+    many = label_smoothing != 0.0 or want_argmax  # registers, and more to tell than a word holds
+    if parts > 1 and (many or not can_wait(device)):  # alone with a row: twice as wide
+        warps, programs, parts = 2 * warps, programs // 2, 1
     if not (aligned or shifted):  # accesses of one element each
-        runs, programs, parts = 2, 0, 1
-    elif label_smoothing or want_argmax:  # more registers: fewer logits at a time; more to tell
-        runs, parts = 2, 1
-    elif softcap:
+        runs, programs = 2, 0
+    elif many or softcap:
         runs = 2
+    warps = min(warps, _env.device_info(device).max_warps)
+    form = "capped" if softcap else "plain" if scale == 1.0 else "scaled"
     meta = {
-        "FORM": "capped" if softcap else "plain" if scale == 1.0 else "scaled",
+        "FORM": form,
         "SMOOTH": label_smoothing != 0.0,
         "TOKEN_SCALING": token_scaling,
         "ARGMAX": want_argmax,
@@ -365,29 +366,29 @@ def _launch(
         "EACH": each,
         "num_warps": warps,
         **resident(device, warps, programs),
+        # x_y - x is 0 at the target only if both were rounded
+        **(UNFUSED if label_smoothing and form != "plain" else {}),
     }
     numbers = (n_rows, V, ignore_index, label_smoothing, lse_square_scale, inner, outer, scale)
     return Launch(_rows_kernel, (n_rows * parts,), device, *steps, *numbers, **meta), parts
 
 
 def _fits(size: int, warps: int, runs: int = 2, programs: int = 0, parts: int = 1) -> bool:
-    """A part of a row is 1 to 128 pieces, and every thread has the registers it needs. Parts are for rows of which a
-    program an SM, twice, does not fit L2.
-    """
+    """A part of a row is 1 to 128 pieces, and every thread has the registers it needs."""
     piece, part = 512 * warps * runs, size // parts
     fast = max(part // 128, 1024) <= piece <= max(part, 1024) and programs * warps <= _MOST_WARPS
     return fast and (parts == 1 or (size > _SHARED and programs > 0))
 
 
 _MOST_WARPS = 32  # that an SM holds at 64 registers a thread
-_SHARED = 128 << 10  # bytes of a row
+_SHARED = 128 << 10  # bytes of a row: two of them for each SM fit L2
 
 # bytes of a row -> warps of the program that takes it, runs of a piece, how many programs an SM is to hold at a time
 # (0: the compiler's choice), and how many share a row. Measured on H200, see NOTES.md.
 _FIELDS = {"warps": WARPS, "runs": (2, 4), "programs": (0, 2, 3, 4, 5), "parts": (1, 2, 4, 8)}
 _GRADIENT = Table("cross_entropy.gradient", _FIELDS, {
     2 << 10: (1, 2, 0, 1), 8 << 10: (2, 2, 0, 1), 32 << 10: (4, 4, 5, 1), 112 << 10: (8, 4, 3, 1),
-    160 << 10: (16, 4, 2, 1), 320 << 10: (8, 4, 4, 4), 1 << 20: (8, 4, 4, 8),
+    208 << 10: (16, 4, 2, 1), 384 << 10: (8, 4, 4, 4), 1 << 20: (8, 4, 4, 8),
 }, _fits)  # fmt: skip
 # The loss alone reads a row once.
 _LOSS = Table("cross_entropy.loss", {"warps": WARPS}, {

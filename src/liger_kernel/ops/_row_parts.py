@@ -5,8 +5,7 @@ from a counter, not from its index: places are taken in the order in which progr
 waits for have begun or will as soon as others end, whatever order a card starts programs in. Words are combined in the
 order of the parts: the same bits in each of them, and from run to run.
 
-Waiting needs programs that run at the same time. Triton's interpreter has none, and only Hopper was measured:
-`parts_of`.
+Waiting needs programs that run at the same time. Triton's interpreter has none, and only Hopper was measured.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -53,6 +52,6 @@ def board(device: torch.device, n_rows: int, parts: int) -> Tensor | None:
     return torch.zeros(COUNTER.value + n_rows * parts, dtype=torch.int64, device=device)
 
 
-def parts_of(device: torch.device, parts: int) -> int:
-    """In how many parts a table's schedule may split a row on this device."""
-    return 1 if _env.interpreting() or not measured_on(device) else parts
+def can_wait(device: torch.device) -> bool:
+    """Whether programs may share rows on this device."""
+    return measured_on(device) and not _env.interpreting()

@@ -94,9 +94,9 @@ def head_cross_entropy(
 
     upstream: gradient of the loss as given, scalar or `[N]`; None for 1.
     """
-    labels, vocab = target.reshape(-1), weight.shape[0]
-    n = labels.numel()
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, logits=form_for(hidden))
+    labels, vocab, n = target.reshape(-1), weight.shape[0], target.numel()
+    form = form_for(hidden, vocab, budget)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, logits=form)
     keep = valid_tokens(labels, ignore_index, num_valid)
     wide = compute_dtype(hidden)
     scales = factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide)
@@ -104,7 +104,7 @@ def head_cross_entropy(
     wanted = Wanted(need_dh, need_dw, need_db)
     plain = not (label_smoothing or lse_square_scale or want_prediction)
     call: dict[str, Any] = {"keep": keep, "budget": budget, "accum_dtype": accum_dtype}
-    if plain and head.logits == "same" and exponentials.apply_to(hidden, head, kernels):
+    if plain and form == "same" and exponentials.apply_to(hidden, head, kernels):
         per_token = _of_logp(labels, ce_weight, scales[0], each, token_scaling, ignore_index)
         call |= {"targets": labels, "ignore_index": ignore_index, "hits": want_accuracy}
         found, grads = exponentials.run(hidden, head, per_token, wanted, **call)
