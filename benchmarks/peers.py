@@ -33,7 +33,8 @@ def _quack(calls: dict[str, Any]) -> Peer:
 
 def _apple(**options: Any) -> Peer:
     calls = {"fused_linear_cross_entropy": partial(_cce, **options)}
-    return Peer(module="cut_cross_entropy", distribution="cut-cross-entropy", calls=calls)
+    # its gradients are 1.2e-2 of their norm from fp32 at 8,192 x 4,096 x 128,256 in bf16, with eps or without
+    return Peer("cut_cross_entropy", "cut-cross-entropy", calls, slack=2.0)
 
 
 PEERS = {

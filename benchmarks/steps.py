@@ -1,7 +1,7 @@
 """Whole training steps of Llama shapes with random weights: tokens/s and peak memory a GPU, as JSON lines.
 
-    python benchmarks/steps.py [--variant shipped|patched|rematerialised] [ROW ...]
-    torchrun --nproc-per-node 2 benchmarks/steps.py --variant patched 8b/1x4096/adamw 8b/1x8192/adamw ...
+    python benchmarks/steps.py [ROW ...] [--variant shipped|patched|rematerialised ...]
+    torchrun --nproc-per-node 2 benchmarks/steps.py 8b/1x4096/adamw 8b/1x8192/adamw --variant patched
 
 A row is MODEL/BATCHxTOKENS/OPTIMIZER with an optional fourth part, `checkpoint` or `lora` (rank 16 on all linear
 layers but the head, which is frozen with the rest). bf16 parameters and optimizer states, sdpa attention; under

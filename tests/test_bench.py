@@ -110,6 +110,15 @@ def test_wrong_providers_are_reported_and_not_timed():
     assert all(not f.wall for name, f in found.items() if name != "eager")
 
 
+def test_another_library_may_be_coarser_where_the_table_says_so():
+    builders = {"coarse": lambda: lambda x, w: x * (w * 1.00015)}  # 1e-4 is allowed in fp32
+    rest = inputs(), ("x", "w"), (BOTH,), CPU, 0.01, Make(CPU, torch.float32)
+    assert "off by 1.5e-04" in harness.measure(scaled, builders, *rest)["coarse"].reason
+    found = harness.measure(scaled, builders, *rest, slack=2.0)["coarse"]
+    assert found.wall[BOTH].median > 0
+    assert found.error == pytest.approx(1.5e-4, rel=1e-2)
+
+
 def test_results_are_compared_by_relative_norm():
     reference = {"output 0": torch.tensor([3.0, 4.0]), "grad of x": torch.zeros(2)}
     near = {"output 0": torch.tensor([3.0, 4.05]), "grad of x": torch.tensor([0.0, 2e-3])}
@@ -302,6 +311,13 @@ def test_peak_sees_inside_operators_written_in_python():
 
 
 # Reports --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_coarse_result_is_told_below_the_table():
+    records = [record(error=3e-3), record(provider="other", error=1.2e-2), record(error=None)]
+    lines = report.table(records).splitlines()
+    assert [line for line in lines if "off by" in line] == [lines[-1]]
+    assert lines[-1] == "rms_norm/a, other: off by 1.2e-02 of the norm"
 
 
 def record(row="rms_norm/a", provider="ours", mode=BOTH, ms=2.0, floor=1.0, **more):

@@ -115,11 +115,15 @@ def check(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], limit: f
     return max(errors.values())
 
 
-def admit(base: Work, function: Function, reference: Mapping[str, Tensor]) -> tuple[Work, Measured]:
-    """`function` made ready for timing on the tensors of `base`, or `Wrong` if its results are."""
+def admit(
+    base: Work, function: Function, reference: Mapping[str, Tensor], slack: float = 1.0
+) -> tuple[Work, Measured]:
+    """`function` made ready for timing on the tensors of `base`, or `Wrong` if its results are: off by more than
+    `slack` times what ours may be off.
+    """
     work = rewired(base, function)
     dtypes = [t.dtype for t in base.inputs.values() if t.is_floating_point()]
-    limit = TOLERANCE[dtypes[0]] if dtypes else 0.0  # integers are exact
+    limit = slack * TOLERANCE[dtypes[0]] if dtypes else 0.0  # integers are exact
     error = check(results(work), reference, limit)
     changed = [
         (name, mine, original)
@@ -230,7 +234,7 @@ def compiled(function: Function) -> Function:
 
 def gate(
     reference: Function, providers: Mapping[str, Builder], inputs: Inputs,
-    grads: tuple[str, ...], make: Make,
+    grads: tuple[str, ...], make: Make, slack: float = 1.0,
 ) -> tuple[dict[str, Work], dict[str, Measured]]:  # fmt: skip
     """Build every provider and keep those that agree with `reference` computed in fp32.
 
@@ -244,7 +248,7 @@ def gate(
     for name, build in providers.items():
         free(device)
         try:
-            works[name], found[name] = admit(base, build(), truth)
+            works[name], found[name] = admit(base, build(), truth, slack)
         except Exception as error:
             found[name] = Measured(reason=one_line(error))
     return works, found
@@ -258,14 +262,14 @@ def one_line(error: Exception) -> str:
 
 def measure(
     reference: Function, providers: Mapping[str, Builder], inputs: Inputs, grads: tuple[str, ...],
-    modes: Sequence[str], device: torch.device, seconds: float, make: Make,
+    modes: Sequence[str], device: torch.device, seconds: float, make: Make, slack: float = 1.0,
 ) -> dict[str, Measured]:  # fmt: skip
     """Gate, time and weigh every provider on these inputs; the timed calls take about `seconds`.
 
     `providers` maps a name to a builder of the callable, which is called with `inputs` as keywords
     and returns a tensor or a tuple of tensors. `grads` names the inputs whose gradients are taken.
     """
-    works, found = gate(reference, providers, inputs, grads, make)
+    works, found = gate(reference, providers, inputs, grads, make, slack)
     free(device)
     timer = Timer(device)
     for mode in modes if works else ():

@@ -204,7 +204,7 @@ def child(folder: str, name: str, table: str, seconds: str, ops: str) -> None:
         op, sizes = json.loads(line)
         call = partial(peer.calls[op], library)
         known = ("peer",) if op in timed else ()
-        found = _one(benches[op], sizes, references[op], call, float(seconds), known)
+        found = _one(benches[op], sizes, references[op], call, float(seconds), known, peer.slack)
         if found.host_us:
             timed.add(op)
         alive = harness.tidy(_env.default_device())
@@ -219,11 +219,11 @@ def _reply(answer: Any) -> None:
 
 def _one(
     bench: Bench, sizes: Sequence[int], reference: Function, call: Function, seconds: float,
-    known: Sequence[str],
+    known: Sequence[str], slack: float,
 ) -> Measured:  # fmt: skip
     builders, device = {"peer": lambda: call}, _env.default_device()
     try:
-        found = measure_row(bench, tuple(sizes), reference, builders, device, seconds, known)
+        found = measure_row(bench, tuple(sizes), reference, builders, device, seconds, known, slack)
         return found["peer"]
     except torch.OutOfMemoryError as error:
         return Measured(reason=one_line(error))

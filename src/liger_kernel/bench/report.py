@@ -25,6 +25,7 @@ _SHOWN = 8  # rows named in one line
 SLACK = 1.05  # how much farther from its floor a row may be than in an earlier run
 _MODES = {"forward": "fwd", "backward": "bwd", "forward+backward": "both"}
 _REASON_WIDTH = 52  # columns
+_FAR = 1e-2  # a relative error that ours may not have in any dtype
 
 
 def read(path: str | Path) -> list[Record]:
@@ -52,6 +53,7 @@ def headline(device: str, versions: Mapping[str, str], copy: float, read_rate: f
 
 def table(records: Iterable[Record]) -> str:
     """One aligned line per record, short enough for a terminal."""
+    records = list(records)
     head = ("row", "provider", "mode", "ms", "iqr", "% floor", "MiB", "host us")
     lines = [head, *(_cells(r) for r in _sorted(records))]
     widths = [
@@ -59,7 +61,13 @@ def table(records: Iterable[Record]) -> str:
     ]
     for i in range(3):
         widths[i] = max(len(line[i]) for line in lines)
-    return "\n".join(_aligned(line, widths) for line in lines)
+    return "\n".join([*(_aligned(line, widths) for line in lines), *_coarse(records)])
+
+
+def _coarse(records: Iterable[Record]) -> list[str]:
+    """A line for each peer that was timed although it is farther from fp32 than ours may be."""
+    far = {(r["row"], r["provider"]): r["error"] for r in records if (r.get("error") or 0.0) > _FAR}
+    return [f"{row}, {name}: off by {error:.1e} of the norm" for (row, name), error in far.items()]
 
 
 def _cells(record: Record) -> tuple[str, ...]:

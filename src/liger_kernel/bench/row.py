@@ -71,16 +71,18 @@ class Peer:
     module        where its functions stand
     distribution  the name it is installed under, for its version
     calls         op -> `(module, **inputs) -> tensor or tuple`
+    slack         how many times as far from fp32 as ours its results may be and still be timed, if that is known of it
     """
 
     module: str
     distribution: str
     calls: Mapping[str, Callable[..., Any]]
+    slack: float = 1.0
 
 
 def measure_row(
     bench: Bench, sizes: tuple[int, ...], reference: Function, builders: Mapping[str, Builder],
-    device: torch.device, seconds: float, known: Container[str] = (),
+    device: torch.device, seconds: float, known: Container[str] = (), slack: float = 1.0,
 ) -> dict[str, Measured]:  # fmt: skip
     """Everything about one row but its floor: gate, times and memory at `sizes`, host time at the tiny shape.
 
@@ -96,6 +98,7 @@ def measure_row(
         device,
         seconds,
         make,
+        slack,
     )
     right = {
         name: builders[name]
@@ -105,7 +108,7 @@ def measure_row(
     if not right:
         return found
     tiny = bench.inputs(make, *bench.tiny)
-    works, _ = harness.gate(reference, right, tiny, bench.grads, make)
+    works, _ = harness.gate(reference, right, tiny, bench.grads, make, slack)
     for name, work in works.items():
         for mode in set(bench.modes) - {BACKWARD}:
             found[name].host_us[mode] = harness.host_us(work, mode, device)

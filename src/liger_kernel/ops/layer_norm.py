@@ -66,8 +66,8 @@ def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float 
 # block of columns -> (rows, warps) forward; (rows, warps, programs per SM, stages) backward.
 # Compiled for sm_90, next to no spills up to 8192 columns; programs per SM are what the registers allow. Not measured.
 _FORWARD = forward_table("layer_norm.forward", {
-    256: (16, 4), 512: (8, 4), 1024: (2, 2), 2048: (1, 4), 4096: (1, 8),
-    8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
+    256: (16, 4), 512: (8, 4), 1024: (2, 2), 2048: (1, 4), 4096: (2, 8),
+    8192: (1, 8), 16384: (1, 32), 32768: (1, 32),
 })  # fmt: skip
 _BACKWARD = loop_table("layer_norm.backward", {
     256: (16, 4, 4, 2), 512: (8, 4, 3, 2), 1024: (2, 4, 5, 1), 2048: (2, 4, 2, 3), 4096: (2, 8, 1, 3),

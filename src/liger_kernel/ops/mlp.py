@@ -7,12 +7,12 @@ Backward, with da = dy Wd and (dg, du) as in `_gated.py`:
     dx = dg Wg + du Wu     (dWg, dWu) = (dg, du)^T x, one product     dWd = dy^T a
 
 The point is what is kept: g and u, packed in one buffer [N, 2F], but not a. The linear layer behind the activation
-would keep it; here the kernel that makes dg and du has every operand of a in its registers and writes it once more.
+would keep it; here the kernel that makes dg and du has every operand of a in its registers and writes it over da.
 
 Casts   as the separate layers: g, u, silu(g) and a are rounded to the common dtype; the products' sums are the matrix
         library's. dx gathers its second product onto the first, rounded.
 Memory  keeps x and 2F values a token (the separate layers: 3F). Forward moves 3NF values in one elementwise kernel,
-        backward 6NF.
+        backward 6NF; 3F values a token, above what is kept, are the most that backward has at a time.
 Paper   Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202
 """
 # pyright: reportGeneralTypeIssues=false
@@ -118,12 +118,15 @@ def mlp_backward_kernel(
     dy2, x2 = rows(dy), rows(x)
     empty = [x.new_empty(0) for _ in range(3)]
     da = torch.mm(dy2, wd)
-    dgate_up, a = torch.empty_like(gate_up), torch.empty_like(da)
-    _backward((*halves(dgate_up), a, da, *halves(gate_up)), (scale, down))
+    dgate_up = torch.empty_like(gate_up)
     dgate, dup = halves(dgate_up)
+    _backward((dgate, dup, da, da, *halves(gate_up)), (scale, down))
+    a = da
+    ddown = torch.mm(dy2.t(), a) if need_ddown else empty[2]
+    del a, da  # before there is more
     dx = torch.mm(dgate, wg).addmm_(dup, wu).view(x.shape) if need_dx else empty[0]
     dw = torch.mm(dgate_up.t(), x2) if need_dgate_up else empty[1]
-    return dx, dw, torch.mm(dy2.t(), a) if need_ddown else empty[2]
+    return dx, dw, ddown
 
 
 # 4 op

@@ -82,7 +82,7 @@ def form_for(hidden: Tensor, vocab: int, budget: int) -> str:
     """How logits of 16-bit hidden `[*, H]` are kept where nobody says: those of few tokens in fp32, if the budget holds
     them and their gradient. They are as exact as the way without logits, which takes more launches.
     """
-    tokens = hidden.numel() // hidden.shape[-1] if hidden.element_size() == 2 else 0
+    tokens = hidden.shape[:-1].numel() if hidden.element_size() == 2 else 0
     few = 0 < tokens <= _FEW and 6 * vocab * tokens <= budget
     return "float32" if few and _env.mixed_products(hidden.device) else "same"
 
