@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from liger_kernel import _env
+from liger_kernel.ops import fused_linear_cross_entropy as fused_linear_cross_entropy_module
 from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_kernel.ops.fused_linear_jsd import fused_linear_jsd
-from liger_kernel.ops.head import plan
+from liger_kernel.ops.head import exponentials, plan
+from liger_kernel.ops.head.engine import form_for
 from liger_kernel.ops.head.objective import fused_linear_objective
 from liger_kernel.ops.head.plan import MAX_CHUNKS, resolve_budget
 
@@ -111,6 +114,34 @@ def test_ignored_tokens_never_reach_a_product(path, device):
     torch.testing.assert_close(loss, plain)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
+
+
+def test_few_tokens_lose_nothing_to_rounded_logits(path, device, monkeypatch):
+    """As on accelerators whose products can write fp32: the loss of bf16 inputs is that of unrounded logits."""
+    hidden, weight, target = _batch(masked=0.3, dtype=torch.bfloat16, device=device)
+    truth = F.cross_entropy(hidden.double() @ weight.double().t(), target, reduction="none")
+
+    monkeypatch.setattr(exponentials, "apply_to", lambda *_: False)
+
+    def error(form):
+        monkeypatch.setattr(fused_linear_cross_entropy_module, "form_for", lambda *_: form)
+        loss = fused_linear_cross_entropy(hidden, weight, target, reduction="none").loss
+        return (loss - truth).abs().max().item()
+
+    assert error("float32") < 2e-6
+    assert error("same") > 1e-4
+
+
+def test_what_few_tokens_are(monkeypatch):
+    monkeypatch.setattr(_env, "mixed_products", lambda device: True)
+    hidden = torch.empty(2, 64, 8, dtype=torch.bfloat16)
+    assert form_for(hidden, 1000, 6 * 1000 * 128) == "float32"
+    assert form_for(hidden, 1000, 6 * 1000 * 128 - 1) == "same"  # more than one chunk
+    assert form_for(torch.empty(129, 8, dtype=torch.bfloat16), 10, MIB) == "same"
+    assert form_for(hidden.float(), 10, MIB) == "same"
+    assert form_for(hidden[:0], 10, MIB) == "same"
+    monkeypatch.setattr(_env, "mixed_products", lambda device: False)
+    assert form_for(hidden, 10, MIB) == "same"
 
 
 def test_hint_gives_the_same(path, device):

@@ -17,8 +17,8 @@ here; dh and dd are summed over the ranks, in fp32, under the products that make
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,11 @@ from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
 
 _WORTH_DROPPING = 0.98  # gather only when fewer than this share of the tokens is valid
-_FEW = 128  # tokens whose products take as long as it takes an accelerator to read the weight
+_FEW = 128  # tokens whose products take as long as an accelerator takes to read the weight
 RowKernel = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What a pass must produce."""
 
     hidden: bool = False
@@ -46,7 +45,7 @@ class Wanted:
 
     @property
     def any(self) -> bool:
-        return any(getattr(self, f.name) for f in fields(self))
+        return True in self
 
 
 @dataclass
@@ -64,12 +63,11 @@ class Gradients:
 
 
 def valid_tokens(target: Tensor, ignore_index: int, num_valid: int | None) -> Tensor | None:
-    """Positions of the tokens that count, or None for "take all of them": few are ignored, there
-    are few, or nobody may wait.
+    """Positions of the tokens that count, or None for "take all of them": few are ignored, or
+    nobody may wait.
     """
     n = target.numel()
-    few = n <= _FEW and target.device.type != "cpu"
-    if n == 0 or few or _env.capturing(target.device) or (num_valid or 0) > _WORTH_DROPPING * n:
+    if n == 0 or _env.capturing(target.device) or (num_valid or 0) > _WORTH_DROPPING * n:
         return None
     keep = target != ignore_index
     if num_valid is not None:
