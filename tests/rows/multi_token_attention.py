@@ -27,7 +27,7 @@ ROWS = [
         mta.OP,
         mta.multi_token_attention,
         _inputs,
-        shapes=[(1, 2, 5, 5), (1, 2, 1, 1), (0, 2, 4, 4), (2, 2, 17, 17)],
+        shapes=[(1, 2, 5, 5), (0, 2, 4, 4), (2, 2, 17, 17)],
         options={
             "padding": [1, (2, 3)],
             "stride": [1, (2, 1)],
@@ -40,6 +40,16 @@ ROWS = [
             (r"must be \[B, C, L, L\]", _bad((1, 2, 4, 5), (2, 2, 3, 3)), ValueError),
             ("weight must be", _bad((1, 2, 4, 4), (2, 3, 3, 3)), ValueError),
         ],
+    ),
+    # Wide enough a border for the kernel to fit.
+    Case(
+        mta.OP,
+        mta.multi_token_attention,
+        _inputs,
+        shapes=[(1, 2, 1, 1)],
+        options={"padding": [(2, 3)], "dilation": [1, 2], "groups": [1, 2]},
+        grads=("scores", "weight", "bias"),
+        label="multi_token_attention of one token",
     ),
     # Few rows: narrow dtypes put scores on the edge of a support, where no derivative exists.
     Case(

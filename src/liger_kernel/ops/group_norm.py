@@ -17,6 +17,7 @@ Memory  keeps x, w and 12 bytes a group. A group that fits in registers is read 
 Paper   Wu and He, "Group Normalization", arXiv:1803.08494
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from liger_kernel import _env
 from liger_kernel.ops import _group_norm_kernels as kernels
 from liger_kernel.ops._op import Cost, Op, compute_dtype, dense, first_order, named, require
 from liger_kernel.ops._reduce import sum_two_partials
+from liger_kernel.ops._schedules import WARPS, Table
 from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch
 
 # 1 reference
@@ -50,13 +52,39 @@ def reference(
 
 # 2 launch
 
-_MAX_FORWARD = 32768  # values of a group, padded, that a program holds in registers
-_MAX_BACKWARD = 16384
-_TILE = 8192  # values a program visits at a time in larger groups
-_BACKWARD_TILE = 4096
-_WARPS = 16
+_MOST_HELD = 32768  # values of a group, padded, that a program of forward may hold in registers
 _PARTS = 64  # programs a large group is spread over at most
 _CHUNK = 16  # channels whose sums are read at a time
+
+
+def _fits_held(most: int) -> Callable[..., bool]:
+    """8 to 64 values a thread; groups of up to `most` values may be held whole."""
+
+    def fits(key: int, tile: int, warps: int) -> bool:
+        possible = tile < key if tile else key <= most
+        return possible and 8 <= (tile or max(key, 256)) // (32 * warps) <= 64
+
+    return fits
+
+
+# values of a group, padded -> values that a program visits at a time (0: it holds the group in registers), warps
+_FIELDS = {"tile": (0, 4096, 8192), "warps": WARPS}
+_HELD = {
+    256: (0, 1),
+    512: (0, 1),
+    1024: (0, 2),
+    2048: (0, 4),
+    4096: (0, 8),
+    8192: (0, 16),
+    16384: (0, 32),
+}
+_FORWARD = Table(
+    "group_norm.forward",
+    _FIELDS,
+    {**_HELD, 32768: (0, 32), 65536: (8192, 16)},
+    _fits_held(_MOST_HELD),
+)
+_BACKWARD = Table("group_norm.backward", _FIELDS, {**_HELD, 32768: (4096, 16)}, _fits_held(16384))
 
 
 def _layout(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int, int]:
@@ -67,10 +95,10 @@ def _layout(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int, int]:
     return batch * num_groups, num_groups, per_group, size, per_group * size, padded
 
 
-def _held(per_group: int, size: int, padded: int, device: torch.device) -> dict[str, int]:
-    """CH, SP and num_warps where a group is held in registers: 16 values a thread if the warps allow."""
-    warps = min(max(padded // 512, 1), _env.device_info(device).max_warps)
-    return {"CH": block_of(per_group), "SP": block_of(size), "num_warps": warps}
+def _schedule(table: Table, padded: int, x: Tensor) -> tuple[int, int]:
+    """-> tile, warps."""
+    tile, warps = table.entry(padded, x)
+    return tile, min(warps, _env.device_info(x.device).max_warps)
 
 
 def _spread(groups: int, work: int, device: torch.device) -> int:
@@ -103,13 +131,14 @@ def group_norm_forward_kernel(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     stats = torch.empty((3, n_groups), dtype=torch.float32, device=x.device)
     w, b = (None if p is None else dense(p) for p in (weight, bias))
-    if padded <= _MAX_FORWARD:
-        meta = _held(per_group, size, padded, x.device)
+    tile, warps = _schedule(_FORWARD, padded, x)
+    if not tile:
+        meta = {"CH": block_of(per_group), "SP": block_of(size), "num_warps": warps}
         args = (y, x, w, b, stats, groups, per_group, size, n, eps)
         launch(kernels.forward_kernel, (n_groups,), x.device, *args, **meta)
         return y, stats
-    meta, tiles = _tiles(per_group, size, _TILE)
-    parts = _spread(n_groups, cdiv(n, _TILE), x.device)
+    meta, tiles = _tiles(per_group, size, tile)
+    parts = _spread(n_groups, cdiv(n, tile), x.device)
     share = cdiv(cdiv(n, parts), 16) * 16  # keeps parts of an aligned group aligned
     parts = cdiv(n, share)
     moments = None
@@ -117,12 +146,12 @@ def group_norm_forward_kernel(
         moments = torch.empty((n_groups, parts, 3), dtype=torch.float32, device=x.device)
         launch(
             kernels.moments_kernel, (n_groups, parts), x.device, moments, x, n, share,
-            SPAN=_TILE, num_warps=_WARPS,
+            SPAN=tile, num_warps=warps,
         )  # fmt: skip
     each = cdiv(tiles, parts)
     launch(
         kernels.forward_wide_kernel, (n_groups, cdiv(tiles, each)), x.device, y, x, w, b, stats, moments, groups,
-        per_group, size, n, eps, share, parts, tiles, each, PARTS=_PARTS, SPAN=_TILE, **meta, num_warps=_WARPS,
+        per_group, size, n, eps, share, parts, tiles, each, PARTS=_PARTS, SPAN=tile, **meta, num_warps=warps,
     )  # fmt: skip
     return y, stats
 
@@ -152,14 +181,15 @@ def group_norm_backward_kernel(
     w = None if weight is None else dense(weight)
     flags = {"NEED_DX": need_dx, "NEED_P": need_params}
     shape = (batch, groups, per_group, size)
-    if padded <= _MAX_BACKWARD:
+    schedule = _schedule(_BACKWARD, padded, x)
+    if not schedule[0]:
         parts = 1
         sums = _sums(x, parts if need_params else 0)
         args = (dx, sums, dy, x, w, stats, *shape, n)
-        meta = _held(per_group, size, padded, x.device)
+        meta = {"CH": block_of(per_group), "SP": block_of(size), "num_warps": schedule[1]}
         launch(kernels.backward_kernel, (n_groups,), x.device, *args, **flags, **meta, **UNFUSED)
     else:
-        parts, sums = _backward_wide(dx, dy, x, w, stats, shape, flags)
+        parts, sums = _backward_wide(dx, dy, x, w, stats, shape, flags, schedule)
     if not need_params:
         return dx, x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=dtype)
     return dx, *sum_two_partials(sums.view(2, parts * batch, channels), dtype, dtype)
@@ -171,12 +201,13 @@ def _sums(x: Tensor, parts: int) -> Tensor:
 
 def _backward_wide(
     dx: Tensor, dy: Tensor, x: Tensor, w: Tensor | None, stats: Tensor,
-    shape: tuple[int, int, int, int], flags: dict[str, bool],
+    shape: tuple[int, int, int, int], flags: dict[str, bool], schedule: tuple[int, int],
 ) -> tuple[int, Tensor]:  # fmt: skip
     """Fill dx; -> parts of space, and the channels' sums in each."""
     batch, groups, per_group, size = shape
     n_groups, n = batch * groups, per_group * size
-    meta, tiles = _tiles(per_group, size, _BACKWARD_TILE)
+    tile, warps = schedule
+    meta, tiles = _tiles(per_group, size, tile)
     programs = _spread(n_groups, tiles, x.device)
     parts = 1
     if programs == 1:
@@ -189,13 +220,13 @@ def _backward_wide(
         sums = _sums(x, parts)
         args = (sums, dy, x, stats, *shape, span)
         grid = (n_groups * blocks, parts)
-        launch(kernels.channel_sums_kernel, grid, x.device, *args, **meta, num_warps=_WARPS)
+        launch(kernels.channel_sums_kernel, grid, x.device, *args, **meta, num_warps=warps)
         if not flags["NEED_DX"]:
             return parts, sums
     each = cdiv(tiles, programs)
     launch(
         kernels.dx_wide_kernel, (n_groups, cdiv(tiles, each)), x.device, dx, sums, dy, x, w, stats, *shape, n,
-        parts, tiles, each, SPLIT=programs > 1, **flags, PARTS=_PARTS, CHUNK=_CHUNK, **meta, num_warps=_WARPS,
+        parts, tiles, each, SPLIT=programs > 1, **flags, PARTS=_PARTS, CHUNK=_CHUNK, **meta, num_warps=warps,
         **UNFUSED,
     )  # fmt: skip
     return parts, sums
@@ -315,7 +346,7 @@ def group_norm_forward(
     _checked_channels(X, num_channels)
     y, stats = group_norm_forward_kernel(X, num_groups, W, B, eps)
     shift, step, rstd = stats.view(3, X.shape[0], num_groups)
-    return y, X, shift + step, rstd, min(_layout(X, num_groups)[-1], _MAX_FORWARD)
+    return y, X, shift + step, rstd, min(_layout(X, num_groups)[-1], _MOST_HELD)
 
 
 def group_norm_backward(

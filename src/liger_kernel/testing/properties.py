@@ -18,7 +18,9 @@ from torch import Tensor
 from liger_kernel import _env
 from liger_kernel.ops._op import Op
 from liger_kernel.testing.poison import poisoned_empty
-from liger_kernel.testing.tolerance import assert_close_to_truth
+from liger_kernel.testing.tolerance import Verdict, demand, pooled, verdicts
+
+_SMALL, _DRAWS = 2048, 16  # the product of a small case's sizes, and how often it is drawn
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]
@@ -94,9 +96,15 @@ class Case:
             yield {k: v[i % len(v)] for k, v in self.options.items()}
 
     def draw(
-        self, shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
+        self,
+        shape: Shape,
+        options: Options,
+        dtype: torch.dtype,
+        device: torch.device,
+        turn: int = 0,
     ) -> Tensors:
-        seed = zlib.crc32(f"{self.name}{shape}{sorted(options.items(), key=str)}".encode())
+        """turn: another draw of the same kind."""
+        seed = zlib.crc32(f"{self.name}{shape}{sorted(options.items(), key=str)}".encode()) + turn
         return self.inputs(shape, Maker(dtype, device, seed), **options)
 
 
@@ -180,17 +188,23 @@ def accurate(
     case: Case, shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
 ) -> None:
     """No worse than twice eager's error against float64, values and gradients, on the path `_env`
-    selects.
+    selects. A small case that looks worse is drawn again: eager may have been lucky.
     """
-    tensors = case.draw(shape, options, dtype, device)
-    results = run(case.function, tensors, options, case.grads)
-    with _env.using_impl("torch"):
-        eager = run(case.definition, tensors, options, case.grads)
-        truth = run(case.definition, _wide(tensors), options, case.grads)
-    assert_close_to_truth(results, eager, truth)
-    for k, v in results.items():
-        if k.startswith("d") and k[1:] in tensors and v.dtype != tensors[k[1:]].dtype:
-            raise AssertionError(f"{k} is {v.dtype}, its input {tensors[k[1:]].dtype}")
+
+    def found(turn: int) -> list[Verdict]:
+        tensors = case.draw(shape, options, dtype, device, turn)
+        results = run(case.function, tensors, options, case.grads)
+        with _env.using_impl("torch"):
+            eager = run(case.definition, tensors, options, case.grads)
+            truth = run(case.definition, _wide(tensors), options, case.grads)
+        for k, v in results.items():
+            if k.startswith("d") and k[1:] in tensors and v.dtype != tensors[k[1:]].dtype:
+                raise AssertionError(f"{k} is {v.dtype}, its input {tensors[k[1:]].dtype}")
+        return verdicts(results, eager, truth)
+
+    first = found(0)
+    lucky = math.prod(shape) <= _SMALL and not all(v.ok for v in first)
+    demand(pooled([first, *map(found, range(1, _DRAWS))]) if lucky else first)
 
 
 def written(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from liger_kernel.ops import (
     cross_entropy,
     fused_add_rms_norm,
     gated_rms_norm,
+    group_norm,
     layer_norm,
     modulated_rms_norm,
     poly_norm,
@@ -26,6 +28,7 @@ from liger_kernel.ops._triton import block_of
 _ELEMENTS = 1 << 25  # of a matrix: 64 MiB in 16 bits, more than caches hold
 _LOGITS = 1 << 28  # 1,024 rows of the widest vocabularies
 _BLOCKS = 8  # that attention residuals mix
+_GROUPS, _CHANNELS = 32, 4  # of an image, and channels of a group
 _SAMPLE = 256  # rows of x that share a row of scale, as in an image
 
 
@@ -85,6 +88,12 @@ def _poly(make: Make, rows: int, width: int) -> Inputs:
     return {"x": make(rows, width), "weight": make(3), "bias": make(1)}
 
 
+def _image(make: Make, rows: int, width: int) -> Inputs:
+    channels = _GROUPS * _CHANNELS
+    x = make(max(rows // _GROUPS, 1), channels, max(width // _CHANNELS, 1))
+    return {"x": x, "weight": make(channels), "bias": make(channels)}
+
+
 def _blocks(make: Make, rows: int, width: int) -> Inputs:
     return {"V": make(_BLOCKS, rows, width), "w_query": make(width), "w_norm": make(width)}
 
@@ -117,17 +126,17 @@ def _always(width: int, itemsize: int) -> int:
 
 
 def _rows_of(
-    module: Any, inputs: Callable[..., Inputs], *grads: str, elements: int = _ELEMENTS
-) -> list[Subject]:
-    """The forward and the backward table, by block of columns, of an op whose module has its name."""
-    op = module.OP
-    call = getattr(module, op.name)
+    module: Any, inputs: Callable[..., Inputs], *grads: str, elements: int = _ELEMENTS, given: Any = None
+) -> list[Subject]:  # fmt: skip
+    """The forward and the backward table, by block of columns, of an op whose module has its name; given: options."""
+    op, options = module.OP, given or {}
+    call = partial(getattr(module, op.name), **options)
     tables = [(TABLES[f"{op.name}.{mode}"], mode) for mode in (FORWARD, BACKWARD)]
     return [
         Subject(
             table,
             call,
-            op.reference,
+            partial(op.reference, **options),
             inputs,
             grads,
             mode,
@@ -165,6 +174,7 @@ SUBJECTS = [
     *_rows_of(poly_norm, _poly, "x", "weight", "bias"),
     *_rows_of(attn_res, _blocks, "V", "w_query", "w_norm", elements=_ELEMENTS // _BLOCKS),
     *_rows_of(softmax, _one, "x"),
+    *_rows_of(group_norm, _image, "x", "weight", "bias", given={"num_groups": _GROUPS}),
     _cross_entropy("gradient", BOTH),
     _cross_entropy("loss", FORWARD),
     _tiles("gated.forward", swiglu, _gate_up, FORWARD, "gate", "up"),
