@@ -313,6 +313,15 @@ def test_peak_sees_inside_operators_written_in_python():
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
+def test_the_baseline_is_of_rows_that_exist():
+    repository = Path(__file__).parents[1]
+    table = load_table(repository / "benchmarks" / "table.py").TABLE
+    rows = {f"{bench.op}/{label}" for bench in table for label in bench.shapes}
+    records = report.read(repository / "benchmarks" / "h200.jsonl")
+    assert {r["row"] for r in records} <= rows
+    assert all(report.is_ours(r) and r["status"] == "ok" for r in records)
+
+
 def test_a_coarse_result_is_told_below_the_table():
     records = [record(error=3e-3), record(provider="other", error=1.2e-2), record(error=None)]
     lines = report.table(records).splitlines()
