@@ -252,6 +252,7 @@ def _rows_kernel(
     whole = tl.maximum(n_cols - before, 0) // _MULTIPLE * _MULTIPLE
     behind = n_cols - before - whole  # below 0 where a row ends before the multiple
     if PARTS > 1:
+        # divided and multiplied once more, because a minimum hides from the compiler that both were multiples
         each = tl.cdiv(tl.cdiv(whole, PARTS), _LINE) * _LINE
         first = tl.minimum(part * each, whole // _MULTIPLE * _MULTIPLE)
         whole = tl.minimum(whole - first, each) // _MULTIPLE * _MULTIPLE
