@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel import _env
+from liger_kernel.ops import _ce_kernels
 from liger_kernel.ops._ce_kernels import ce_rows
 from liger_kernel.ops._ce_torch import ce_rows_torch
 from liger_kernel.ops.cross_entropy import (
@@ -379,6 +380,42 @@ def test_dtypes(device, dtype):
     assert found.loss.dtype == found.z_loss.dtype == dtype
     assert found.token_accuracy.dtype == torch.float32
     assert torch.equal(found.loss, cross_entropy(z.to(dtype), target.int()).loss)
+
+
+@pytest.mark.skipif(not _env.interpreting(), reason="real programs wait: test_gpu.py")
+@pytest.mark.parametrize("width", [640, 1013])
+@pytest.mark.parametrize(("parts", "softcap"), [(2, None), (4, 50.0), (8, None)])
+def test_parts_of_a_row(width, parts, softcap, device, path, monkeypatch):
+    """Programs that take turns cannot wait for one another: on a board that is full they do not, and the second time
+    what they read is right."""
+    if path == "torch":
+        pytest.skip("has no programs")
+    z, target = _draw(device, 8, width)
+    target[:4] = torch.tensor([0, width - 1, -100, width])
+    z[4], z[5] = float("-inf"), float("-inf")
+    z[4, target[4]] = 0.0
+    z[5, :9], target[5] = -200.0, width - 3
+    z[6, 7] = float("nan")
+    weight = torch.rand(width, device=device)
+    scales, upstream = torch.full((2,), 0.25, device=device), torch.rand(8, device=device)
+
+    def found(schedule):
+        out = torch.full_like(z, 7.0)
+        options = {"V": width, "lse_square_scale": 1e-3, "softcap": softcap, "token_scaling": True}
+        with _ce_kernels._GRADIENT.using(schedule):
+            stats = ce_rows(z, target, weight, scales, upstream, out, **options)
+        return stats.numbers, out
+
+    alone = found((1, 2, 0, 1))
+    board = torch.ones(1 + 8 * parts, dtype=torch.int64, device=device)
+    monkeypatch.setattr(_ce_kernels, "can_wait", lambda device: True)
+    monkeypatch.setattr(_ce_kernels, "board", lambda *_: board)
+    for _ in range(2):
+        board[0] = 0
+        shared = found((1, 2, 2, parts))
+    assert board[0] == 8 * parts
+    for got, want in zip(shared, alone, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_contract_names(device):

@@ -99,6 +99,9 @@ def test_programs_share_a_row(parts, vocab, device):
     logits[4, 7] = 0.0
     logits[5, : vocab // 2] = float("-inf")
     logits[6, vocab - 2] = float("nan")
+    logits[7] = float("-inf")
+    logits[7, :9] = -200.0
+    target[7] = vocab - 3
     weight = torch.rand(vocab, device=device)
     scales = torch.full((2,), 0.25, device=device)
 

@@ -49,6 +49,7 @@ from liger_kernel.ops._ce_lanes import (
     measure,
     measure_edges,
     transform,
+    unite,
 )
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import dense
@@ -210,8 +211,7 @@ def _row(
     base, rest, gaps, best = collapse(top, rest, gaps, best, x_y, y, SMOOTH, ARGMAX)
     if PARTS > 1:
         bases, rests = exchange(BOARD, row, part, base, rest, PARTS)
-        base = tl.max(bases, axis=0)
-        rest = tl.sum(rests * exp(bases - base), axis=0)
+        base, rest = unite(bases, rests, x_y)
     c_p, g_y, c_w = _conclude(
         row, part, origin, y, x_y, scale, scale_z, w_y, w_sum, upstream, base, rest, gaps, best, STATS,
         PREDICTED, n_rows, n_cols, smoothing, lse_square_scale, slope, SMOOTH, TOKEN_SCALING, ARGMAX,

@@ -112,6 +112,15 @@ def collapse(top, rest, gaps, best, x_y, y, SMOOTH: tl.constexpr, ARGMAX: tl.con
 
 
 @triton.jit
+def unite(bases, rests, x_y):
+    """Parts of a row as one, each as `collapse` gives it: a maximum of logits that are all -inf counts for nothing."""
+    bases = tl.where(rests > 0.0, bases, float("-inf"))
+    peak = tl.maximum(tl.max(bases, axis=0), x_y)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    return base, tl.sum(rests * exp(bases - base), axis=0)
+
+
+@triton.jit
 def gradient(
     z, cols, mask, near, W, y, base, c_p, g_y, c_w, inner, outer,
     FORM: tl.constexpr, SMOOTH: tl.constexpr,
