@@ -28,9 +28,8 @@ L1 and L2. A table says how many rows an SM has under way: with one, nothing hid
 and of a row; with many, the second pass reads from memory. Rows that are too long for both are
 shared by several programs, which tell one another maximum and sum between their passes.
 
-Accesses have 16 bytes whatever V and the rows' strides are: a program counts columns from its
-`origin`, the first one that lies on a multiple of 16 bytes (those before it are negative), visits
-`whole` of them so, a multiple of 16, and the few `before` and `behind` them, its `edges`, apart.
+Accesses have 16 bytes whatever V and the rows' strides are (`_columns`): a program counts columns
+from its `origin` on.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
@@ -41,9 +40,7 @@ from torch import Tensor
 
 from liger_kernel import _env
 from liger_kernel.ops._ce_lanes import (
-    EDGES,
     collapse,
-    edges,
     gradient,
     log1p,
     measure,
@@ -51,13 +48,20 @@ from liger_kernel.ops._ce_lanes import (
     transform,
     unite,
 )
+from liger_kernel.ops._columns import (
+    EDGES,
+    MULTIPLE,
+    edges,
+    first_column,
+    shifted,
+    whole_and_behind,
+)
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import dense
 from liger_kernel.ops._row_parts import board, can_wait, exchange, take_place
 from liger_kernel.ops._schedules import WARPS, Table, card_of, resident
 from liger_kernel.ops._triton import UNFUSED, Launch, planned, tl, triton
 
-_MULTIPLE = tl.constexpr(16)
 _LINE = tl.constexpr(64)  # columns that parts of a row are rounded to
 
 
@@ -243,19 +247,15 @@ def _rows_kernel(
     if PARTS > 1:
         row, part = take_place(BOARD, PARTS)
     label = tl.load(T + row).to(tl.int64)
-    at_z, at_out, before = row_base(row, sZ), row_base(row, sOUT), 0
-    if SHIFTED:
-        aligned = tl.cdiv(at_z, EACH) * EACH
-        before = (aligned - at_z).to(tl.int32)
-        at_z, at_out = aligned, tl.cdiv(at_out, EACH) * EACH
+    at_z, before = first_column(row, sZ, EACH, SHIFTED)
+    at_out, _ = first_column(row, sOUT, EACH, SHIFTED)
     origin = before
-    whole = tl.maximum(n_cols - before, 0) // _MULTIPLE * _MULTIPLE
-    behind = n_cols - before - whole  # below 0 where a row ends before the multiple
+    whole, behind = whole_and_behind(n_cols, before)
     if PARTS > 1:
         # divided and multiplied once more, because a minimum hides from the compiler that both were multiples
         each = tl.cdiv(tl.cdiv(whole, PARTS), _LINE) * _LINE
-        first = tl.minimum(part * each, whole // _MULTIPLE * _MULTIPLE)
-        whole = tl.minimum(whole - first, each) // _MULTIPLE * _MULTIPLE
+        first = tl.minimum(part * each, whole) // MULTIPLE * MULTIPLE
+        whole = tl.minimum(whole - first, each) // MULTIPLE * MULTIPLE
         before = tl.where(part == 0, before, 0)
         behind = tl.where(part == PARTS - 1, behind, 0)
         origin += first
@@ -342,13 +342,12 @@ def _launch(
     inner, outer = (pre_scale / softcap, post_scale * softcap) if softcap else (1.0, scale)
     warps, *rest = table.choose(size * V, size, card_of(device))
     runs, programs, parts = rest or (2, 0, 1)
-    each, (out_step, z_step, _) = 16 // size, steps
-    aligned = not (z_step % _MULTIPLE.value or out_step % _MULTIPLE.value)
-    shifted = not aligned and (out_step - z_step) % each == 0
+    aligned = not any(step % MULTIPLE.value for step in steps[:2])
+    moved = shifted(size, *steps[:2])
     many = label_smoothing != 0.0 or want_argmax  # registers, and more to tell than a word holds
     if parts > 1 and (many or not can_wait(device)):  # alone with a row: twice as wide
         warps, programs, parts = 2 * warps, programs // 2, 1
-    if not (aligned or shifted):  # accesses of one element each
+    if not (aligned or moved):  # accesses of one element each
         runs, programs = 2, 0
     elif many or softcap:
         runs = 2
@@ -359,12 +358,12 @@ def _launch(
         "SMOOTH": label_smoothing != 0.0,
         "TOKEN_SCALING": token_scaling,
         "ARGMAX": want_argmax,
-        "RAGGED": shifted or V % _MULTIPLE.value != 0,
-        "SHIFTED": shifted,
+        "RAGGED": moved or V % MULTIPLE.value != 0,
+        "SHIFTED": moved,
         "PARTS": parts,
         "STEPS": runs,
         "LANES": 32 * warps,
-        "EACH": each,
+        "EACH": 16 // size,
         "num_warps": warps,
         **resident(device, warps, programs),
         # x_y - x is 0 at the target only if both were rounded

@@ -7,10 +7,10 @@ exponential more for K * E of them.
 """
 
 # pyright: reportGeneralTypeIssues=false
+from liger_kernel.ops._columns import edges
 from liger_kernel.ops._device import LN2, exp, tanh_and_slope
 from liger_kernel.ops._triton import tl, triton
 
-EDGES = tl.constexpr(32)  # the most columns of a row that need narrower accesses, as a power of two
 _NOWHERE = tl.constexpr(2147483647)
 
 
@@ -68,12 +68,6 @@ def measure(
     base = tl.where(peak == float("-inf"), 0.0, peak)
     rest = rest * exp(top - base) + _lane_sum(exp(x - base[:, None, None]))
     return peak, rest, gaps, best
-
-
-@triton.jit
-def edges(n, before, whole, behind):
-    """-> columns, n counting those before column 0 and then those from column `whole` on; and which of n there are."""
-    return n - before + tl.where(n < before, 0, whole), n < before + behind
 
 
 @triton.jit

@@ -18,13 +18,21 @@ exp(x - maximum) * (x - maximum), so that an offset common to a row costs no dig
 """
 # pyright: reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops._ce_lanes import transform
-from liger_kernel.ops._device import LN2, exp, row_base
+from liger_kernel.ops._columns import (
+    EDGES,
+    MULTIPLE,
+    edges,
+    first_column,
+    shifted,
+    whole_and_behind,
+)
+from liger_kernel.ops._device import LN2, exp
 from liger_kernel.ops._op import dense
 from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch, tl, triton
 
@@ -55,43 +63,62 @@ def _piece(Z, cols, mask, shift, inner, outer, FORM: tl.constexpr):
     return tl.where(mask, x, float("-inf")), slope
 
 
+@triton.jit
+def _absorb(
+    x, cols, mask, seen, top, total, spread, gaps, best,
+    WANT_H: tl.constexpr, WANT_ARGMAX: tl.constexpr, WANT_GAPS: tl.constexpr,
+):  # fmt: skip
+    """Take a piece of the row into what is known of `seen` columns."""
+    peak = tl.maximum(tl.max(x, axis=0), top)
+    if WANT_ARGMAX:
+        first = tl.min(tl.where(x == peak, cols, _NOWHERE), axis=0)
+        best = tl.where(peak > top, first, tl.minimum(best, first))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    e = exp(x - base)
+    shrink = exp(top - base)
+    moved = tl.where(top == float("-inf"), 0.0, top - base)
+    if WANT_H:
+        gap = tl.where(e > 0.0, x - base, 0.0)
+        spread = shrink * (spread + total * moved) + tl.sum(e * gap, axis=0)
+    if WANT_GAPS:
+        gaps += seen * moved + tl.sum(tl.where(mask, x - base, 0.0), axis=0)
+    return peak, total * shrink + tl.sum(e, axis=0), spread, gaps, best
+
+
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def _stats_kernel(
     LOGP, TOP, TOTAL, ENTROPY, ARGMAX, GAPS, Z, sZ, T, SHIFT, n_rows, n_cols, ignore_index, inner, outer,
     FORM: tl.constexpr, WANT_H: tl.constexpr, WANT_ARGMAX: tl.constexpr, WANT_GAPS: tl.constexpr,
-    SHARDED: tl.constexpr, HAS_SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    SHARDED: tl.constexpr, HAS_SHIFT: tl.constexpr, RAGGED: tl.constexpr, SHIFTED: tl.constexpr,
+    EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    Z += row_base(row, sZ)
+    at_z, before = first_column(row, sZ, EACH, SHIFTED)
+    whole, behind = whole_and_behind(n_cols, before)
+    Z += at_z
     shift = tl.load(SHIFT + row) if HAS_SHIFT else 0.0
     y = tl.load(T + row).to(tl.int64)
-    top, total, spread, gaps, best = float("-inf"), 0.0, 0.0, 0.0, 0
-    for start in range(0, n_cols, BLOCK):
+    top, total, spread, gaps, best = float("-inf"), 0.0, 0.0, 0.0, -before
+    if RAGGED:
+        few, there = edges(tl.arange(0, EDGES), before, whole, behind)
+        x_few, _ = _piece(Z, few, there, shift, inner, outer, FORM)
+        top, total, spread, gaps, best = _absorb(
+            x_few, few, there, 0, top, total, spread, gaps, best, WANT_H, WANT_ARGMAX, WANT_GAPS
+        )
+    for start in range(0, whole, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        mask = cols < n_cols
+        mask = cols < whole
         x, _ = _piece(Z, cols, mask, shift, inner, outer, FORM)
-        peak = tl.max(x, axis=0)
-        if WANT_ARGMAX:
-            first = tl.min(tl.where(x == peak, cols, _NOWHERE), axis=0)
-            best = tl.where(peak > top, first, best)
-        peak = tl.maximum(peak, top)
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        e = exp(x - base)
-        shrink = exp(top - base)
-        moved = tl.where(top == float("-inf"), 0.0, top - base)
-        if WANT_H:
-            gap = tl.where(e > 0.0, x - base, 0.0)
-            spread = shrink * (spread + total * moved) + tl.sum(e * gap, axis=0)
-        if WANT_GAPS:
-            gaps += start * moved + tl.sum(tl.where(mask, x - base, 0.0), axis=0)
-        total = total * shrink + tl.sum(e, axis=0)
-        top = peak
+        top, total, spread, gaps, best = _absorb(
+            x, cols, mask, before + behind + start, top, total, spread, gaps, best,
+            WANT_H, WANT_ARGMAX, WANT_GAPS,
+        )  # fmt: skip
     base = tl.where(top == float("-inf"), 0.0, top)
     log_total = tl.log2(total) * LN2
     known = (y >= 0) & (y < n_cols) & (y != ignore_index)
     x_y, _ = _piece(
         Z,
-        tl.where(known, y, 0) + tl.arange(0, 1),
+        tl.where(known, y, 0) - before + tl.arange(0, 1),
         tl.full((1,), True, tl.int1),
         shift,
         inner,
@@ -112,40 +139,72 @@ def _stats_kernel(
     if WANT_GAPS:
         tl.store(GAPS + row, tl.where(known, gaps, absent))
     if WANT_ARGMAX:
-        tl.store(ARGMAX + row, tl.where(known, tl.minimum(best, n_cols - 1), -1).to(tl.int64))
+        best = tl.minimum(best + before, n_cols - 1)
+        tl.store(ARGMAX + row, tl.where(known, best, -1).to(tl.int64))
+
+
+@triton.jit
+def _gradient(
+    OUT, Z, cols, mask, row, y, shift, TOP, TOTAL, ENTROPY, A, C, B, D, n_classes, before, inner, outer, slope,
+    FORM: tl.constexpr, HAS_B: tl.constexpr, HAS_D: tl.constexpr, SHARDED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some columns of a row."""
+    x, varying = _piece(Z, cols, mask, shift, inner, outer, FORM)
+    a = tl.load(A + row).to(tl.float32)
+    a = tl.where((y >= 0) & (y < n_classes + SHARDED), a, float("nan"))
+    c = tl.load(C + row).to(tl.float32)
+    log_p = x - tl.load(TOP + row) - tl.load(TOTAL + row)
+    p = exp(log_p)
+    here = cols == y - before
+    g = tl.where(here, a, 0.0 * a) - c * p  # 0 * a: NaN for a target that is nowhere
+    if HAS_D:
+        g += tl.load(D + row).to(tl.float32)
+    if HAS_B:
+        b = tl.load(B + row).to(tl.float32)
+        h = tl.load(ENTROPY + row)
+        g -= b * p * (tl.where(p > 0.0, log_p, 0.0) + h)
+    g *= varying * slope
+    tl.store(OUT + cols, g.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _gradient_kernel(
     OUT, sOUT, Z, sZ, T, SHIFT, TOP, TOTAL, ENTROPY, A, C, B, D, n_cols, ignore_index, inner, outer, slope,
     FORM: tl.constexpr, HAS_B: tl.constexpr, HAS_D: tl.constexpr, SHARDED: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    RAGGED: tl.constexpr, SHIFTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    at_z, before = first_column(row, sZ, EACH, SHIFTED)
+    at_out, _ = first_column(row, sOUT, EACH, SHIFTED)
+    whole, behind = whole_and_behind(n_cols, before)
+    OUT += at_out
+    Z += at_z
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < n_cols
-    OUT += row_base(row, sOUT)
-    Z += row_base(row, sZ)
+    mask = cols < whole
     y = tl.load(T + row).to(tl.int64)
+    few, there = edges(tl.arange(0, EDGES), before, whole, behind)
+    there &= tl.program_id(1) == 0
     if y == ignore_index:
         tl.store(OUT + cols, tl.zeros((BLOCK,), OUT.dtype.element_ty), mask=mask)
+        if RAGGED:
+            tl.store(OUT + few, tl.zeros((EDGES,), OUT.dtype.element_ty), mask=there)
     else:
         shift = tl.load(SHIFT + row) if HAS_SHIFT else 0.0
-        x, varying = _piece(Z, cols, mask, shift, inner, outer, FORM)
-        a = tl.load(A + row).to(tl.float32)
-        a = tl.where((y >= 0) & (y < n_cols + SHARDED), a, float("nan"))
-        c = tl.load(C + row).to(tl.float32)
-        log_p = x - tl.load(TOP + row) - tl.load(TOTAL + row)
-        p = exp(log_p)
-        g = tl.where(cols == y, a, 0.0 * a) - c * p  # 0 * a: NaN for a target that is nowhere
-        if HAS_D:
-            g += tl.load(D + row).to(tl.float32)
-        if HAS_B:
-            b = tl.load(B + row).to(tl.float32)
-            h = tl.load(ENTROPY + row)
-            g -= b * p * (tl.where(p > 0.0, log_p, 0.0) + h)
-        g *= varying * slope
-        tl.store(OUT + cols, g.to(OUT.dtype.element_ty), mask=mask)
+        _gradient(
+            OUT, Z, cols, mask, row, y, shift, TOP, TOTAL, ENTROPY, A, C, B, D, n_cols, before, inner, outer, slope,
+            FORM, HAS_B, HAS_D, SHARDED,
+        )  # fmt: skip
+        if RAGGED:
+            _gradient(
+                OUT, Z, few, there, row, y, shift, TOP, TOTAL, ENTROPY, A, C, B, D, n_cols, before, inner, outer,
+                slope, FORM, HAS_B, HAS_D, SHARDED,
+            )  # fmt: skip
+
+
+def _columns(V: int, size: int, *steps: int) -> dict[str, Any]:
+    """The flags of `_columns.py` for rows of V elements of `size` bytes."""
+    moved = shifted(size, *steps)
+    return {"RAGGED": moved or V % MULTIPLE.value != 0, "SHIFTED": moved, "EACH": 16 // size}
 
 
 def transform_of(
@@ -179,7 +238,8 @@ def logp_rows(
         _stats_kernel, (n,), logits.device, logp, top, log_total, entropy, argmax, gaps, logits, logits.stride(0),
         dense(target), logp if shift is None else shift, n, V, ignore_index, inner, outer, FORM=form,
         WANT_H=want_entropy, WANT_ARGMAX=want_argmax, WANT_GAPS=want_gaps, SHARDED=sharded, HAS_SHIFT=shift is not None,
-        BLOCK=block, num_warps=8 if block > 2048 else 4, **UNFUSED,
+        **_columns(V, logits.element_size(), logits.stride(0)), BLOCK=block, num_warps=8 if block > 2048 else 4,
+        **UNFUSED,
     )  # fmt: skip
     return LogpStats(logp, top, log_total, entropy, argmax, gaps)
 
@@ -197,5 +257,6 @@ def logp_gradient(
         logits.stride(0), dense(target), stats.top if shift is None else shift, stats.top, stats.log_total,
         stats.entropy, dense(a), dense(c), a if b is None else dense(b), a if d is None else dense(d), V, ignore_index,
         inner, outer, slope, FORM=form, HAS_B=b is not None, HAS_D=d is not None, SHARDED=sharded,
-        HAS_SHIFT=shift is not None, BLOCK=block, num_warps=8 if block > 2048 else 4, **UNFUSED,
+        HAS_SHIFT=shift is not None, **_columns(V, logits.element_size(), out.stride(0), logits.stride(0)),
+        BLOCK=block, num_warps=8 if block > 2048 else 4, **UNFUSED,
     )  # fmt: skip
