@@ -101,7 +101,9 @@ def _stats_kernel(
     top, total, spread, gaps, best = float("-inf"), 0.0, 0.0, 0.0, -before
     if RAGGED:
         few, there = edges(tl.arange(0, EDGES), before, whole, behind)
-        x_few, _ = _piece(Z, few, there, shift, inner, outer, FORM)
+        x_few, _few = _piece(
+            Z, few, there, shift, inner, outer, FORM
+        )  # `_` has another shape below
         top, total, spread, gaps, best = _absorb(
             x_few, few, there, 0, top, total, spread, gaps, best, WANT_H, WANT_ARGMAX, WANT_GAPS
         )
