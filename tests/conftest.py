@@ -18,6 +18,12 @@ if _env.triton_runs_on("cpu"):
     interpreter.speed_up()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kernels", default="", help="test_launches_compile: kernels whose names hold one of these, by commas (all)"
+    )  # fmt: skip
+
+
 @pytest.fixture
 def device() -> torch.device:
     """The accelerator if there is one, else the CPU (kernels then run in Triton's interpreter)."""

@@ -2,8 +2,8 @@
 interpreter accepts programs that its compiler refuses, and knows no limits.
 
 Each run compiles every kernel once for every target, each time at another of its launches; `make test-all` all that
-differ in types, constants or options. Registers count at the sizes of models: where a test's sizes are 1, loops vanish
-into code that no model runs.
+differ in types, constants or options, and `-m slow --kernels NAME,...` those of some kernels. Registers count at the
+sizes of models: where a test's sizes are 1, loops vanish into code that no model runs.
 """
 
 from typing import Any, NamedTuple
@@ -110,9 +110,12 @@ def test_kernels_compile(target):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", offline.TARGETS)
-def test_launches_compile(target):
+def test_launches_compile(target, pytestconfig):
+    wanted = pytestconfig.getoption("kernels").split(",")
     chosen = {}
-    for some in offline.launches(target, full=True).values():
+    for kernel, some in offline.launches(target, full=True).items():
+        if not any(name in kernel for name in wanted):
+            continue
         models = [launch for launch in some if launch.real]
         chosen |= {str(launch): launch for launch in (*models, *offline.by_novelty(some))}
     _check(target, chosen.values())
