@@ -51,9 +51,10 @@ from liger_kernel.ops._ce_lanes import (
 from liger_kernel.ops._columns import (
     EDGES,
     MULTIPLE,
+    aligned,
+    column_flags,
     edges,
     first_column,
-    shifted,
     whole_and_behind,
 )
 from liger_kernel.ops._device import LN2, exp, row_base
@@ -342,12 +343,11 @@ def _launch(
     inner, outer = (pre_scale / softcap, post_scale * softcap) if softcap else (1.0, scale)
     warps, *rest = table.choose(size * V, size, card_of(device))
     runs, programs, parts = rest or (2, 0, 1)
-    aligned = not any(step % MULTIPLE.value for step in steps[:2])
-    moved = shifted(size, *steps[:2])
+    columns = column_flags(V, size, *steps[:2])
     many = label_smoothing != 0.0 or want_argmax  # registers, and more to tell than a word holds
     if parts > 1 and (many or not can_wait(device)):  # alone with a row: twice as wide
         warps, programs, parts = 2 * warps, programs // 2, 1
-    if not (aligned or moved):  # accesses of one element each
+    if not (columns["SHIFTED"] or aligned(*steps[:2])):  # accesses of one element each
         runs, programs = 2, 0
     elif many or softcap:
         runs = 2
@@ -358,12 +358,10 @@ def _launch(
         "SMOOTH": label_smoothing != 0.0,
         "TOKEN_SCALING": token_scaling,
         "ARGMAX": want_argmax,
-        "RAGGED": moved or V % MULTIPLE.value != 0,
-        "SHIFTED": moved,
+        **columns,
         "PARTS": parts,
         "STEPS": runs,
         "LANES": 32 * warps,
-        "EACH": 16 // size,
         "num_warps": warps,
         **resident(device, warps, programs),
         # x_y - x is 0 at the target only if both were rounded

@@ -6,6 +6,8 @@ else the compiler could not know that the columns of one access are all there or
 """
 
 # pyright: reportGeneralTypeIssues=false
+from typing import Any
+
 from liger_kernel.ops._device import row_base
 from liger_kernel.ops._triton import tl, triton
 
@@ -13,10 +15,25 @@ MULTIPLE = tl.constexpr(16)  # that `whole` is of
 EDGES = tl.constexpr(32)  # the most columns of a row that no piece holds, as a power of two
 
 
-def shifted(size: int, *steps: int) -> bool:
-    """Whether rows `steps` elements of `size` bytes apart begin on no multiples of 16 bytes, but all of them alike."""
-    narrow = any(step % MULTIPLE.value for step in steps)
-    return narrow and all((step - steps[0]) * size % 16 == 0 for step in steps)
+def aligned(*steps: int) -> bool:
+    """Whether rows `steps` elements apart begin on multiples of 16 bytes, if the first does."""
+    return not any(step % MULTIPLE.value for step in steps)
+
+
+def column_flags(width: int, size: int, *steps: int) -> dict[str, Any]:
+    """Flags of a kernel whose operands have rows of `width` elements of `size` bytes (of the first), `steps` apart.
+
+    EACH    elements of an access
+    SHIFTED rows begin on no multiples of 16 bytes, but all of them alike
+    RAGGED  there are edges
+    """
+    alike = all((step - steps[0]) * size % 16 == 0 for step in steps)
+    shifted = alike and not aligned(*steps)
+    return {
+        "RAGGED": shifted or width % MULTIPLE.value != 0,
+        "SHIFTED": shifted,
+        "EACH": 16 // size,
+    }
 
 
 @triton.jit

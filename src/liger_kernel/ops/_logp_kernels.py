@@ -18,20 +18,13 @@ exp(x - maximum) * (x - maximum), so that an offset common to a row costs no dig
 """
 # pyright: reportGeneralTypeIssues=false
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops._ce_lanes import transform
-from liger_kernel.ops._columns import (
-    EDGES,
-    MULTIPLE,
-    edges,
-    first_column,
-    shifted,
-    whole_and_behind,
-)
+from liger_kernel.ops._columns import EDGES, column_flags, edges, first_column, whole_and_behind
 from liger_kernel.ops._device import LN2, exp
 from liger_kernel.ops._op import dense
 from liger_kernel.ops._triton import UNFUSED, block_of, cdiv, launch, tl, triton
@@ -203,12 +196,6 @@ def _gradient_kernel(
             )  # fmt: skip
 
 
-def _columns(V: int, size: int, *steps: int) -> dict[str, Any]:
-    """The flags of `_columns.py` for rows of V elements of `size` bytes."""
-    moved = shifted(size, *steps)
-    return {"RAGGED": moved or V % MULTIPLE.value != 0, "SHIFTED": moved, "EACH": 16 // size}
-
-
 def transform_of(
     pre_scale: float, softcap: float | None, post_scale: float
 ) -> tuple[str, float, float, float]:
@@ -240,7 +227,7 @@ def logp_rows(
         _stats_kernel, (n,), logits.device, logp, top, log_total, entropy, argmax, gaps, logits, logits.stride(0),
         dense(target), logp if shift is None else shift, n, V, ignore_index, inner, outer, FORM=form,
         WANT_H=want_entropy, WANT_ARGMAX=want_argmax, WANT_GAPS=want_gaps, SHARDED=sharded, HAS_SHIFT=shift is not None,
-        **_columns(V, logits.element_size(), logits.stride(0)), BLOCK=block, num_warps=8 if block > 2048 else 4,
+        **column_flags(V, logits.element_size(), logits.stride(0)), BLOCK=block, num_warps=8 if block > 2048 else 4,
         **UNFUSED,
     )  # fmt: skip
     return LogpStats(logp, top, log_total, entropy, argmax, gaps)
@@ -259,6 +246,6 @@ def logp_gradient(
         logits.stride(0), dense(target), stats.top if shift is None else shift, stats.top, stats.log_total,
         stats.entropy, dense(a), dense(c), a if b is None else dense(b), a if d is None else dense(d), V, ignore_index,
         inner, outer, slope, FORM=form, HAS_B=b is not None, HAS_D=d is not None, SHARDED=sharded,
-        HAS_SHIFT=shift is not None, **_columns(V, logits.element_size(), out.stride(0), logits.stride(0)),
+        HAS_SHIFT=shift is not None, **column_flags(V, logits.element_size(), out.stride(0), logits.stride(0)),
         BLOCK=block, num_warps=8 if block > 2048 else 4, **UNFUSED,
     )  # fmt: skip
