@@ -172,7 +172,7 @@ def test_trace_counts_only_between_markers():
     def event(ts, dur, name, cat="kernel"):
         return {"ts": ts, "dur": dur, "name": name, "cat": cat}
 
-    flush = "elementwise<bitwise_not_kernel>"
+    flush = "elementwise<nextafter_kernel>"
     events = [
         event(90, 5, flush), event(0, 99, "prepare"), event(10, 50, flush), event(70, 8, "a"),
         event(80, 2, "b", "gpu_memcpy"), event(60, 500, "region", "gpu_user_annotation"),

@@ -38,7 +38,7 @@ COMPILE = "compile"
 _FLUSH_BYTES = 256 * _env.MIB  # several times any L2
 _WARM_SECONDS = 0.1
 _HOST_BATCH_SECONDS = 0.05
-_MARKER = "bitwise_not"  # the flush's kernel: one that no provider launches
+_MARKER = "nextafter"  # the flush's kernel: one that no provider launches, not even for a mask
 _DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 Builder = Callable[[], Function]
@@ -146,8 +146,8 @@ class Timer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.accelerator = device.type != "cpu"
-        size = _FLUSH_BYTES if self.accelerator else 0
-        self._scratch = torch.zeros(size, dtype=torch.int8, device=device)
+        size = _FLUSH_BYTES // 4 if self.accelerator else 0
+        self._scratch = torch.zeros(size, dtype=torch.float32, device=device)
 
     def wall(self, work: Work, mode: str) -> float:
         """Milliseconds from the first to the last kernel of one call, gaps between them included."""
@@ -157,12 +157,17 @@ class Timer:
             work.run(mode, prepared)
             return (time.perf_counter() - begin) * 1e3
         start, end = _env.event(self.device), _env.event(self.device)
-        self._scratch.bitwise_not_()
+        self._flush()
         start.record()
         work.run(mode, prepared)
         end.record()
         _env.synchronize(self.device)
         return start.elapsed_time(end)
+
+    def _flush(self, size: int | None = None) -> None:
+        """Read and write as much as drives everything else out of the caches; a size marks the end of a call."""
+        some = self._scratch[:size]
+        some.nextafter_(some)
 
     def kernels(self, shots: Sequence[tuple[Work, str]]) -> list[float]:
         """Milliseconds of GPU kernels, copies and fills in each of these calls."""
@@ -170,9 +175,9 @@ class Timer:
         with profile(activities=[activity], acc_events=True) as profiler:
             for work, mode in shots:
                 prepared = work.prepare(mode)
-                self._scratch.bitwise_not_()
+                self._flush()
                 work.run(mode, prepared)
-                self._scratch[:1].bitwise_not_()
+                self._flush(1)
                 _env.synchronize(self.device)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
