@@ -73,7 +73,7 @@ def reference(
 # Compiled for sm_90, next to no spills up to 8192 columns; programs per SM are what the registers allow. 128 columns
 # are measured on an H200, see NOTES.md.
 _FORWARD = forward_table("gated_rms_norm.forward", {
-    128: (16, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4), 4096: (1, 8),
+    128: (4, 1), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4), 4096: (1, 8),
     8192: (1, 16), 16384: (1, 32),
 })  # fmt: skip
 _BACKWARD = loop_table("gated_rms_norm.backward", {

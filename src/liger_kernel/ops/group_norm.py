@@ -76,15 +76,15 @@ _HELD = {
     2048: (0, 4),
     4096: (0, 8),
     8192: (0, 16),
-    16384: (0, 32),
+    16384: (4096, 4),
 }
 _FORWARD = Table(
     "group_norm.forward",
     _FIELDS,
-    {**_HELD, 32768: (0, 32), 65536: (8192, 16)},
+    {**_HELD, 32768: (8192, 4), 65536: (8192, 16)},
     _fits_held(_MOST_HELD),
 )
-_BACKWARD = Table("group_norm.backward", _FIELDS, {**_HELD, 32768: (4096, 16)}, _fits_held(16384))
+_BACKWARD = Table("group_norm.backward", _FIELDS, {**_HELD, 32768: (4096, 4)}, _fits_held(16384))
 
 
 def _layout(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int, int]:

@@ -71,7 +71,7 @@ _FORWARD = forward_table("layer_norm.forward", {
 })  # fmt: skip
 _BACKWARD = loop_table("layer_norm.backward", {
     256: (16, 4, 4, 2), 512: (8, 4, 3, 2), 1024: (2, 4, 5, 1), 2048: (2, 4, 2, 3), 4096: (2, 8, 1, 3),
-    8192: (1, 8, 1, 3), 16384: (1, 32, 1, 1),
+    8192: (1, 16, 1, 3), 16384: (1, 32, 1, 1),
 })  # fmt: skip
 
 

@@ -42,12 +42,12 @@ def _fits(block: int, rows: int, warps: int, per_sm: int, stages: int) -> bool:
 _FIELDS = {**TILE, "per_sm": (0, 1, 2, 4), "stages": (1, 2, 3)}
 _BY_BLOCK = {
     256: (16, 4, 0, 1), 512: (8, 4, 0, 1), 1024: (4, 4, 0, 1), 2048: (2, 4, 0, 1), 4096: (1, 8, 0, 1),
-    8192: (1, 16, 0, 1), 16384: (1, 32, 0, 1), 32768: (1, 32, 1, 3),
+    8192: (1, 16, 0, 1), 16384: (1, 32, 0, 1), 32768: (1, 32, 0, 1),
 }  # fmt: skip
-_FORWARD = Table("softmax.forward", _FIELDS, _BY_BLOCK, _fits)
-_BACKWARD = Table(
-    "softmax.backward", _FIELDS, {**_BY_BLOCK, 16384: (1, 32, 1, 3), 32768: (1, 32, 1, 2)}, _fits
+_FORWARD = Table(
+    "softmax.forward", _FIELDS, {**_BY_BLOCK, 1024: (2, 2, 0, 1), 32768: (1, 16, 1, 3)}, _fits
 )
+_BACKWARD = Table("softmax.backward", _FIELDS, {**_BY_BLOCK, 16384: (1, 32, 1, 3)}, _fits)
 
 # 1 reference
 
