@@ -26,7 +26,7 @@ from test_int8int2 import CASE as INT8INT2
 from liger_kernel import _env, ops
 from liger_kernel._env import DeviceInfo
 from liger_kernel.ops import _triton
-from liger_kernel.ops.head import exponentials
+from liger_kernel.ops.head import exponentials, valid
 from liger_kernel.testing.properties import Case, Maker, Options, Tensors, outputs_of
 
 # name, architecture, multiprocessors, warps a program may have, KiB of shared memory it may use, GiB of memory
@@ -53,6 +53,7 @@ _SHAPES: dict[str, Iterable[tuple[int, ...]]] = {
     "attn_res": [(8, 2, width) for width in _WIDTHS],
     "cross_entropy": [(2, size) for size in _VOCABULARIES],
     "embedding": [(8, width, 200) for width in _WIDTHS],
+    "fused_add_rms_norm": [(n, width) for n in (2, 1025) for width in _WIDTHS],
     "fused_ce_tvd": [(2, size) for size in _VOCABULARIES],
     "fused_linear_cross_entropy": [(2, 8, size) for size in _VOCABULARIES],
     "fused_linear_jsd": [(2, 8, size) for size in _VOCABULARIES],
@@ -80,6 +81,7 @@ _SHAPES: dict[str, Iterable[tuple[int, ...]]] = {
     "multi_token_attention": [(1, 2, length, length) for length in _WIDTHS],
     "multi_token_attention sparse": [(1, 2, length, length) for length in _WIDTHS],
     "qwen2vl_mrope": [(1, 28, 4, 64, 128)],
+    "rms_norm": [(n, width) for n in (2, 1025) for width in _WIDTHS],
     "rope": [(1, 32, 8, 64, 64), (1, 32, 8, 64, 128), (1, 16, 8, 64, 256)],
     "rope partial": [(1, 32, 8, 64, 128)],
     "tvd": [(2, size) for size in _VOCABULARIES],
@@ -184,6 +186,8 @@ def _machine(target: str, launch: Any) -> Iterator[None]:
         # autocast knows no tensors without memory
         (torch, "autocast", lambda kind, **_: contextlib.nullcontext()),
         (torch, "is_autocast_enabled", lambda kind: False),
+        # nobody has counted
+        (valid, "_sent", lambda count: lambda: 1),
         # at the sizes of rows these products would be torch's
         *((exponentials, name, 0) for name in ("_NARROW", "_BUSY")),
         *((m, "launch", launch) for m in modules if getattr(m, "launch", None) is original),
@@ -240,6 +244,8 @@ def launches(target: str, full: bool) -> dict[str, list[Launch]]:
     def launch(kernel: Any, grid: Any, device: torch.device, *args: Any, **meta: Any) -> None:
         if 0 in grid:
             return
+        if name_of(kernel) == "valid._compact_kernel":
+            args[0].zero_()  # positions, by which rows are gathered
         if kernel not in binders:
             binders[kernel] = kernel.create_binder()
         *_, backend, bind = binders[kernel]

@@ -8,6 +8,7 @@ from liger_kernel.ops import _triton
 from liger_kernel.ops.head import exponentials
 from liger_kernel.ops.head.engine import Wanted
 from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.valid import Counting
 from liger_kernel.ops.linear_logprob import linear_logprob, reference
 
 N, H, V = 150, 40, 301  # more than a tile of rows and of columns, no multiples
@@ -60,7 +61,7 @@ def _run(
         hidden, HeadParams(weight, bias, **head), per_token, wanted, targets=targets, ignore_index=IGNORE, keep=keep,
         budget=budget, accum_dtype=accum_dtype,
     )  # fmt: skip
-    return torch.cat(found), grads, len(found), a
+    return torch.cat([a[:0], *found]), grads, len(found), a
 
 
 def _truth(hidden, weight, targets, bias, a, **head):
@@ -231,3 +232,68 @@ def test_hits(far, device):
     )  # fmt: skip
     assert len(found) > 1
     assert torch.equal(torch.cat(found).bool(), targets == best)
+
+
+def _counted(device, masked, budget, dh=True, n=N):
+    """Gradients of tokens that are still being counted, and of tokens that are known."""
+    hidden, weight, targets, _ = _batch(device)
+    hidden, targets = hidden[:n], targets[:n]
+    targets[:] = torch.where(targets == IGNORE, 1, targets)
+    targets[masked[:n]] = IGNORE
+    hidden[targets == IGNORE] = float("nan")
+    a = torch.linspace(-1, 2, N, device=device)
+    wanted = Wanted(dh, True)
+    keep = (targets != IGNORE).nonzero().view(-1)
+    want = _run(hidden, weight, targets, keep=keep, wanted=wanted, upstream=a, budget=budget)
+    counting = Counting(targets, IGNORE)
+    got = _run(hidden, weight, targets, keep=counting, wanted=wanted, upstream=a, budget=budget)
+    kept = counting.kept()
+    assert torch.equal(keep, torch.arange(n, device=device) if kept is None else kept)
+    return got, want
+
+
+_EVERY = torch.arange(N)
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 40 * 1400])
+@pytest.mark.parametrize("dh", [True, False])
+@pytest.mark.parametrize(
+    "masked",
+    [_EVERY < 0, _EVERY % 3 == 1, _EVERY % 7 > 0, _EVERY < 100, _EVERY > 5, _EVERY >= 0],
+    ids=["none", "a third", "most", "the first", "the last", "all"],
+)
+def test_tokens_that_are_still_being_counted(masked, dh, budget, device):
+    """The first chunk begins before their number is known; what ignored tokens hold (NaN) reaches nothing."""
+    (logp, grads, chunks, _), (want, truth, _, _) = _counted(device, masked.to(device), budget, dh)
+    torch.testing.assert_close(logp, want, atol=1e-6, rtol=1e-6)
+    _near(grads.weight, truth.weight.double())
+    if dh:
+        _near(grads.hidden, truth.hidden.double())
+    if budget > 1 << 19:
+        assert chunks == 1
+
+
+def test_the_first_product_does_not_wait_for_the_count(device, monkeypatch):
+    order = []
+    original, kept = exponentials.launch, Counting.kept
+    monkeypatch.setattr(
+        exponentials,
+        "launch",
+        lambda kernel, *a, **m: order.append(kernel.__name__) or original(kernel, *a, **m),
+    )
+    monkeypatch.setattr(Counting, "kept", lambda self: order.append("kept") or kept(self))
+    _counted(device, (_EVERY % 3 == 1).to(device), 40 * 1400)
+    begin = order.index("kept")
+    assert "product_kernel" in order[:begin][-7:]
+    assert "back_kernel" not in order[begin - 7 : begin]
+
+
+def test_counting_many_tokens(device):
+    """More than the counting program reads at a time; strided labels of another integer type."""
+    targets = torch.randint(0, 3, (20000, 2), device=device, dtype=torch.int32)[:, 0]
+    counting = Counting(targets, 2)
+    want = (targets != 2).nonzero().view(-1)
+    assert torch.equal(counting.kept(), want)
+    assert torch.equal(counting.labels[: len(want)], targets[want].long())
+    assert (counting.labels[len(want) :] == 2).all()
+    assert (counting.index[len(want) :] == 0).all()

@@ -101,8 +101,12 @@ def test_budget_from_the_environment(monkeypatch):
     assert resolve_budget(None, torch.device("cpu")) == 3 * MIB
 
 
-def test_ignored_tokens_never_reach_a_product(path, device):
-    """NaN in hidden states of ignored tokens changes nothing: they are dropped before the first product."""
+@pytest.mark.parametrize("form", ["same", "float32"])
+def test_ignored_tokens_never_reach_a_product(form, path, device, monkeypatch):
+    """NaN in hidden states of ignored tokens changes nothing: they are dropped before the first product, a few are
+    zeros in it.
+    """
+    monkeypatch.setattr(fused_linear_cross_entropy_module, "form_for", lambda *_: form)
     hidden, weight, target = _batch(masked=0.5, device=device)
     plain = fused_linear_cross_entropy(hidden, weight, target).loss
     want = torch.autograd.grad(plain, (hidden, weight))

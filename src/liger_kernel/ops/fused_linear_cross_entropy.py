@@ -16,6 +16,7 @@ Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: 
         rounding of 16-bit logits. torch.float32 rounds once and takes 4 V H bytes more while it runs.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -23,17 +24,18 @@ from torch import Tensor
 
 from liger_kernel.ops import cross_entropy as ce
 from liger_kernel.ops._ce_batch import denominators, factors
-from liger_kernel.ops._ce_kernels import RowStats, ce_rows
+from liger_kernel.ops._ce_kernels import ce_rows
 from liger_kernel.ops._ce_torch import ce_rows_torch
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, is_dtensor, named, require
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head import exponentials
-from liger_kernel.ops.head.cross_entropy import objective_cross_entropy
-from liger_kernel.ops.head.engine import Wanted, form_for, part, placed, run, valid_tokens
+from liger_kernel.ops.head.cross_entropy import loss_of_logp, objective_cross_entropy
+from liger_kernel.ops.head.engine import Wanted, form_for, part, placed, run
 from liger_kernel.ops.head.module import Packed, takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
+from liger_kernel.ops.head.valid import Counting, valid_tokens, valid_tokens_later, without_ignored
 
 # 1 reference
 
@@ -97,15 +99,22 @@ def head_cross_entropy(
     labels, vocab, n = target.reshape(-1), weight.shape[0], target.numel()
     form = form_for(hidden, vocab, budget)
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, logits=form)
-    keep = valid_tokens(labels, ignore_index, num_valid)
-    wide = compute_dtype(hidden)
-    scales = factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide)
+    wide, wanted = compute_dtype(hidden), Wanted(need_dh, need_dw, need_db)
+    plain = not (label_smoothing or lse_square_scale or want_prediction) and form == "same"
+    without_logits = plain and exponentials.apply_to(hidden, head, kernels)
+    tokens: Tensor | Counting | None = None
+    if form == "same":
+        find = valid_tokens_later if without_logits else valid_tokens
+        tokens = find(labels, ignore_index, num_valid)
+    else:  # few: cheaper computed for nothing than counted
+        hidden = without_ignored(hidden, target, ignore_index)
+    scales = functools.cache(
+        lambda: factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide)
+    )
     each = None if upstream is None else upstream.reshape(-1).expand(n)
-    wanted = Wanted(need_dh, need_dw, need_db)
-    plain = not (label_smoothing or lse_square_scale or want_prediction)
-    call: dict[str, Any] = {"keep": keep, "budget": budget, "accum_dtype": accum_dtype}
-    if plain and form == "same" and exponentials.apply_to(hidden, head, kernels):
-        per_token = _of_logp(labels, ce_weight, scales[0], each, token_scaling, ignore_index)
+    call: dict[str, Any] = {"keep": tokens, "budget": budget, "accum_dtype": accum_dtype}
+    if without_logits:
+        per_token = loss_of_logp(labels, ce_weight, scales, each, token_scaling, ignore_index)
         call |= {"targets": labels, "ignore_index": ignore_index, "hits": want_accuracy}
         found, grads = exponentials.run(hidden, head, per_token, wanted, **call)
     else:
@@ -122,9 +131,11 @@ def head_cross_entropy(
         ) -> Any:
             place = start, stop, index
             u = None if each is None else part(each, *place)
-            return rows(logits, part(labels, *place), ce_weight, scales, u, out, **options)
+            return rows(logits, part(labels, *place), ce_weight, scales(), u, out, **options)
 
         found, grads = run(hidden, head, per_row, wanted, **call)
+
+    keep = tokens.kept() if isinstance(tokens, Counting) else tokens
 
     def gathered(name: str, absent: float = 0) -> Tensor:
         parts = [getattr(stats, name) for stats in found]
@@ -136,7 +147,7 @@ def head_cross_entropy(
             return each.new_empty(0)
         return each.view(target.shape) if reduction == "none" else each.sum()
 
-    correct = gathered("correct") if want_accuracy else scales.new_empty(0)
+    correct = gathered("correct") if want_accuracy else hidden.new_empty(0, dtype=wide)
     if want_accuracy and reduction != "none":
         correct = correct * denominators(labels, None, ignore_index, "mean", vocab, wide)[0]
     predicted = (
@@ -147,35 +158,6 @@ def head_cross_entropy(
         reduced(gathered("loss"), True), reduced(z, want_z), reduced(correct, want_accuracy), predicted,
         *(hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)),
     )  # fmt: skip
-
-
-def _of_logp(
-    labels: Tensor, ce_weight: Tensor | None, scale: Tensor, upstream: Tensor | None, token_scaling: bool,
-    ignore_index: int,
-) -> exponentials.PerToken:  # fmt: skip
-    """The loss of a chunk's tokens and its derivative, from their log-probabilities."""
-
-    def per_token(
-        known: exponentials.Targets, start: int, stop: int, index: Tensor | None
-    ) -> tuple[RowStats, Tensor]:
-        logp = known.logp
-        y = part(labels, start, stop, index)
-        factor = scale
-        if ce_weight is not None:
-            factor = factor * ce_weight.to(scale.dtype)[y.clamp(0, ce_weight.shape[0] - 1)]
-        if token_scaling:
-            factor = factor * logp.exp()
-        loss = torch.where(y == ignore_index, 0.0, -logp * factor)
-        a = (-factor).expand(y.shape)
-        if upstream is not None:
-            a = a * part(upstream, start, stop, index)
-        # a label out of range has the loss NaN, and shall have such a gradient
-        a = a + 0.0 * loss
-        zero = torch.zeros_like(loss)
-        correct = zero if known.correct is None else known.correct
-        return RowStats(torch.stack((loss, zero, zero, correct)), y.new_empty(0)), a
-
-    return per_token
 
 
 # 3 op

@@ -30,13 +30,14 @@ from liger_kernel.ops._logp_kernels import LogpStats
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require
 from liger_kernel.ops.head import exponentials
 from liger_kernel.ops.head.destination import check_destination, nothing_like
-from liger_kernel.ops.head.engine import Gradients, Wanted, part, placed, run, valid_tokens
+from liger_kernel.ops.head.engine import Gradients, Wanted, part, placed, run
 from liger_kernel.ops.head.logits import form_of
 from liger_kernel.ops.head.module import takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.head.rows import RowMath
 from liger_kernel.ops.head.shard import VocabShard, local_head
+from liger_kernel.ops.head.valid import valid_tokens
 
 
 @dataclass

@@ -1,19 +1,23 @@
-"""Cross entropy as an objective of the engine: of a head whose rows lie with several ranks, which is quantised or has a
-low-rank term, or of better kept logits.
+"""Cross entropy from log-probabilities: as an objective of the engine, of a head whose rows lie with several ranks,
+which is quantised or has a low-rank term, or of better kept logits; and chunk by chunk where no logits are kept.
 
     loss = -(1 - s) logp - s mean_logp + k lse^2        s: label smoothing   k: lse_square_scale
 
 Without class weights, which need more of a row than the engine's statistics.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops._ce_batch import denominators
+from liger_kernel.ops._ce_kernels import RowStats
 from liger_kernel.ops._op import compute_dtype, require
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
+from liger_kernel.ops.head.engine import part
+from liger_kernel.ops.head.exponentials import PerToken, Targets
 from liger_kernel.ops.head.objective import Tokens, fused_linear_objective
 from liger_kernel.ops.linear_logprob import linear_logprob
 
@@ -77,3 +81,34 @@ def objective_cross_entropy(
         loss, z if return_z_loss else None, accuracy if return_token_accuracy else None,
         predicted if return_predicted_tokens else None,
     )  # fmt: skip
+
+
+def loss_of_logp(
+    labels: Tensor, ce_weight: Tensor | None, scales: Callable[[], Tensor], upstream: Tensor | None,
+    token_scaling: bool, ignore_index: int,
+) -> PerToken:  # fmt: skip
+    """For `exponentials.run`: the loss of a chunk's tokens and its derivative, from their log-probabilities. scales:
+    `denominators`, asked for once the chunk's first product is under way.
+    """
+
+    def per_token(
+        known: Targets, start: int, stop: int, index: Tensor | None
+    ) -> tuple[RowStats, Tensor]:
+        logp = known.logp
+        y = part(labels, start, stop, index)
+        factor = scale = scales()[0]
+        if ce_weight is not None:
+            factor = factor * ce_weight.to(scale.dtype)[y.clamp(0, ce_weight.shape[0] - 1)]
+        if token_scaling:
+            factor = factor * logp.exp()
+        loss = torch.where(y == ignore_index, 0.0, -logp * factor)
+        a = (-factor).expand(y.shape)
+        if upstream is not None:
+            a = a * part(upstream, start, stop, index)
+        # a label out of range has the loss NaN, and shall have such a gradient
+        a = a + 0.0 * loss
+        zero = torch.zeros_like(loss)
+        correct = zero if known.correct is None else known.correct
+        return RowStats(torch.stack((loss, zero, zero, correct)), y.new_empty(0)), a
+
+    return per_token

@@ -29,7 +29,6 @@ from liger_kernel.ops.head.logits import Logits, accumulate, product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
 
-_WORTH_DROPPING = 0.98  # gather only when fewer than this share of the tokens is valid
 _FEW = 128  # tokens whose products take as long as an accelerator takes to read the weight
 RowKernel = Callable[..., Any]
 
@@ -60,20 +59,6 @@ class Gradients:
 
     def all(self) -> tuple[Tensor | None, ...]:
         return self.hidden, self.weight, self.bias, self.down, self.up
-
-
-def valid_tokens(target: Tensor, ignore_index: int, num_valid: int | None) -> Tensor | None:
-    """Positions of the tokens that count, or None for "take all of them": few are ignored, or
-    nobody may wait.
-    """
-    n = target.numel()
-    if n == 0 or _env.capturing(target.device) or (num_valid or 0) > _WORTH_DROPPING * n:
-        return None
-    keep = target != ignore_index
-    if num_valid is not None:
-        return torch.nonzero_static(keep, size=num_valid, fill_value=0).view(-1)
-    kept = keep.nonzero().view(-1)  # waits for the count
-    return None if kept.numel() > _WORTH_DROPPING * n else kept
 
 
 def form_for(hidden: Tensor, vocab: int, budget: int) -> str:

@@ -28,7 +28,8 @@ from liger_kernel.ops._triton import block_of, cdiv, launch
 from liger_kernel.ops.head.engine import Gradients, Sums, Wanted, part
 from liger_kernel.ops.head.logits import product
 from liger_kernel.ops.head.params import HeadParams
-from liger_kernel.ops.head.plan import Plan, chunked
+from liger_kernel.ops.head.plan import Plan, chunked, cuts_of
+from liger_kernel.ops.head.valid import Counting
 
 # rows, columns, depth, warps and stages of a tile, and row tiles that share columns of the weight. Measured on H200,
 # see NOTES.md. A product that writes nothing has room for one more stage.
@@ -48,6 +49,10 @@ class Targets(NamedTuple):
 
     logp: Tensor
     correct: Tensor | None
+
+    def first(self, n: int) -> "Targets":
+        """Of the first n tokens."""
+        return Targets(self.logp[:n], None if self.correct is None else self.correct[:n])
 
 
 # (targets, start, stop, index) -> (anything, dL/dlogp [C] if a gradient is wanted)
@@ -83,35 +88,86 @@ def plan_for(
 
 def run(
     hidden: Tensor, head: HeadParams, per_token: PerToken, wanted: Wanted, *, targets: Tensor, ignore_index: int,
-    keep: Tensor | None, budget: int, accum_dtype: torch.dtype | None, cuts: list[tuple[int, int]] | None = None,
-    into: Tensor | None = None, hits: bool = False,
+    keep: Tensor | Counting | None, budget: int, accum_dtype: torch.dtype | None,
+    cuts: list[tuple[int, int]] | None = None, into: Tensor | None = None, hits: bool = False,
 ) -> tuple[list[Any], Gradients]:  # fmt: skip
-    """As `head.engine.run`, but per_token gets the log-probabilities of the targets `[N]` of a chunk, and gives their
-    derivatives. hits: ask for `Targets.correct`.
+    """`head.engine.run` for losses of log-probabilities: per_token gets a chunk's targets and place, and returns
+    anything and the derivative of the loss by logp. hits: it also gets `correct`.
+
+    Where gradients are wanted, tokens that are still being counted go through their first product meanwhile.
     """
     h = rows(hidden)
-    h = h if aligned(h) or not h.numel() else h.clone(memory_format=torch.contiguous_format)
     cast = head.to(h.dtype)
-    n = h.shape[0] if keep is None else keep.numel()
-    todo = plan_for(h, head, n, budget, keep is not None, wanted.any)
-    cuts = todo.slices() if cuts is None else cuts
+    if isinstance(keep, Counting) and not wanted.any:
+        keep = keep.kept()
+    counting, keep = (keep, None) if isinstance(keep, Counting) else (None, keep)
     dropped = keep is not None
+    n = h.shape[0] if keep is None else keep.numel()
+    todo = plan_for(h, head, n, budget, dropped, wanted.any)
+    cuts = todo.slices() if cuts is None else cuts
     sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, dropped, into)
     longest = max((stop - start for start, stop in cuts), default=0)
     chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, hits, h)
     found: list[Any] = []
     with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
+        if counting is not None:
+            first, keep, n = _first(chunk, sums, h, counting, per_token, longest)
+            found, cuts = [first], cuts_of(min(longest, n), n, longest)
         for start, stop in cuts:
             index = None if keep is None else keep[start:stop]
-            x, y = (part(t, start, stop, index) for t in (h, targets))
-            spare = None if index is not None or sums.dh is None else sums.dh[start:stop]
-            result, a = per_token(chunk.measure(x, y, spare), start, stop, index)
+            y, free = part(targets, start, stop, index), chunk.behind(stop - start)
+            if index is not None:
+                room, free = _carved(free, (stop - start, h.shape[1]))
+                x = torch.index_select(h, 0, index, out=room)
+            else:
+                x, room = h[start:stop], None if sums.dh is None else sums.dh[start:stop]
+                free = free if room is None else room.view(-1)
+            result, a = per_token(chunk.measure(x, y, free), start, stop, index)
             found.append(result)
             if wanted.any:
                 assert a is not None
-                room = x if index is not None else torch.empty_like(x) if spare is None else spare
-                _add(sums, chunk, a, room, start, index)
+                _add(
+                    sums,
+                    chunk,
+                    a,
+                    _carved(free, x.shape)[0] if room is None else room,
+                    start,
+                    index,
+                )
         return found, sums.finish()
+
+
+def _first(
+    chunk: "_Chunk", sums: Sums, h: Tensor, counting: Counting, per_token: PerToken, most: int
+) -> tuple[Any, Tensor | None, int]:
+    """The first `most` tokens that count, or as many as there are: rows without a token add nothing.
+    -> per_token's result, where all those that count are, and their number.
+    """
+    index, y, dh = counting.index[:most], counting.labels[:most], sums.dh
+    # A row of dh is written at the end of its chunk, so that until then there is room for rows of h.
+    x = torch.index_select(h, 0, index, out=None if dh is None else dh[:most])
+    known = chunk.measure(x, y, chunk.behind(most) if dh is None else dh[most : 2 * most].view(-1))
+    keep = counting.kept()
+    n = h.shape[0] if keep is None else keep.numel()
+    stop = min(most, n)
+    index = None if keep is None else keep[:stop]
+    chunk.end_at(stop)
+    result, a = per_token(known.first(stop), 0, stop, index)
+    assert a is not None
+    _add(sums, chunk, a, x[:stop], 0, None)
+    if index is not None and dh is not None:
+        aside, _ = _carved(chunk.behind(0), (stop, dh.shape[1]))
+        aside.copy_(x[:stop])
+        dh.zero_().index_copy_(0, index, aside)
+    return result, keep, n
+
+
+def _carved(memory: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A tensor of this shape at the start of flat memory and what is left of it; new where it is not enough."""
+    size = math.prod(shape)
+    if memory.numel() < size:
+        return memory.new_empty(shape), memory
+    return memory[:size].view(shape), memory[size:]
 
 
 def _add(
@@ -146,14 +202,18 @@ class _Chunk:
         self.numbers = like.new_empty((7, most), dtype=torch.float32)
         self.again = like.new_empty(1, dtype=torch.int32)
 
-    def measure(self, x: Tensor, y: Tensor, spare: Tensor | None) -> Targets:
+    def behind(self, n: int) -> Tensor:
+        """Flat memory that chunks of n tokens leave free."""
+        return self.buffer[n:].view(-1)
+
+    def measure(self, x: Tensor, y: Tensor, free: Tensor) -> Targets:
         """Of y `[C]` given x `[C, H]`.
 
-        spare: contiguous memory that nobody reads until then, for the sums of E where it is enough.
+        free: flat memory that nobody reads until then, for the sums of E where it is enough.
         """
         n, weight, bias = x.shape[0], self.head.weight, self.head.bias
         self.x, self.y, self.n = x, y, n
-        self.parts, self.tops = self._partials(x, spare)
+        self.parts, self.tops = self._partials(free)
         self.exps = self.buffer[: n if self.store else 1, : self.vocab]
         numbers = self.numbers[:, :n].unbind(0)
         self.x_y, self.slope_y, self.base, logp, self.total, self.rest, correct = numbers
@@ -172,16 +232,15 @@ class _Chunk:
         self._finish(logp, correct, guarded=True)
         return Targets(logp.clone(), correct.clone() if self.hits else None)
 
-    def _partials(self, x: Tensor, spare: Tensor | None) -> tuple[Tensor, Tensor]:
+    def end_at(self, n: int) -> None:
+        """Leave out what was measured beyond n tokens."""
+        self.n, self.x, self.y, self.exps = n, self.x[:n], self.y[:n], self.exps[:n]
+        self.slope_y, self.total, self.rest = self.slope_y[:n], self.total[:n], self.rest[:n]
+
+    def _partials(self, free: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 of every block of columns and every row, for sums and, where asked for, maxima."""
-        sizes = (1 + self.hits, self.blocks, self.n)
-        wide = (
-            None if spare is None else spare.view(-1)[: spare.numel() // 2 * 2].view(torch.float32)
-        )
-        if wide is not None and wide.numel() >= math.prod(sizes):
-            both = wide[: math.prod(sizes)].view(sizes)
-        else:
-            both = x.new_empty(sizes, dtype=torch.float32)
+        whole = free[: free.numel() // 2 * 2].view(torch.float32)
+        both, _ = _carved(whole, (1 + self.hits, self.blocks, self.n))
         return both[0], both[-1]
 
     def _product(self, mode: str, guarded: bool = False) -> None:
@@ -226,7 +285,7 @@ class _Chunk:
         """out `[C, H]` = f (E' W), rounded once."""
         m_blocks, n_blocks = cdiv(self.n, _TILE["BM"]), cdiv(self.width, _TILE["BN"])
         tiles, sms = m_blocks * n_blocks, _env.device_info(self.device).sm_count
-        if tiles < _BUSY * cdiv(tiles, sms) * sms:
+        if tiles <= _BUSY * cdiv(tiles, sms) * sms:  # also where no token is left
             torch.mul(product(self.exps, self.head.weight, f.dtype), f[:, None], out=out)
             return
         launch(

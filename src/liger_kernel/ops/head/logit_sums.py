@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._op import compute_dtype, named
-from liger_kernel.ops.head.engine import Wanted, placed, run, valid_tokens
+from liger_kernel.ops.head.engine import Wanted, placed, run
 from liger_kernel.ops.head.pair import pair_of
 from liger_kernel.ops.head.params import HeadParams
+from liger_kernel.ops.head.valid import valid_tokens
 
 
 def _fake(hidden, weight, bias, down, up, target, *_):

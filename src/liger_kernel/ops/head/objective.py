@@ -34,6 +34,7 @@ from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.head.rows import RowMath
 from liger_kernel.ops.head.shard import local_head
+from liger_kernel.ops.head.valid import Counting, valid_tokens_later
 from liger_kernel.ops.linear_logprob import OP, linear_logprob
 
 
@@ -66,25 +67,31 @@ Objective = Callable[[Tokens], tuple[Tensor, Any]]
 class _Order:
     """Which tokens go through the head, in which order (None: all, as they come), cut where."""
 
-    keep: Tensor | None
-    cuts: list[tuple[int, int]]
-    groups: list[tuple[int, int]]
+    keep: Tensor | Counting | None
+    cuts: list[tuple[int, int]] | None = None  # None: anywhere
+    groups: Sequence[tuple[int, int]] = ()
+
+    def groups_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The first group of a chunk and the one behind its last; (0, 0) without groups."""
+        return self.groups[self.cuts.index((start, stop))] if self.cuts and self.groups else (0, 0)
 
 
 def _order(
     hidden: Tensor, head: HeadParams, labels: Tensor, ignore_index: int, group: Tensor | None, n_groups: int,
-    sizes: Sequence[int] | None, budget: int,
+    sizes: Sequence[int] | None, budget: int, later: bool,
 ) -> _Order | None:  # fmt: skip
-    """The kept tokens group by group, in chunks of whole groups; None if a group is larger than a chunk may be."""
+    """The kept tokens group by group, in chunks of whole groups; None if a group is larger than a chunk may be.
+    later: without groups they may still be counted when their first chunk begins.
+    """
+    if later and group is None and sizes is None:
+        return _Order(valid_tokens_later(labels, ignore_index, None))
     valid = labels != ignore_index
     n = int(valid.sum()) if sizes is None else sum(sizes)  # waits for the count, unless it is known
     every = group is None and n == labels.numel()
     keep = None if every else torch.nonzero_static(valid, size=n).view(-1)
-    most = plan_for(hidden, head, n, budget, dropped=not every).rows
     if group is None:
-        starts = range(0, n, most)
-        cuts = [(s, min(s + most, n)) for s in starts]
-        return _Order(keep, cuts, [(0, 0)] * len(cuts))
+        return _Order(keep)
+    most = plan_for(hidden, head, n, budget, dropped=True).rows
     assert keep is not None
     of_kept = group.reshape(-1)[keep]
     order = of_kept.argsort(stable=True)
@@ -123,20 +130,21 @@ def _one_pass(
 ) -> tuple[Tensor, list[Any], Gradients]:
     """Loss, extras and gradients in three products."""
     labels = targets.reshape(-1)
-    groups = dict(zip(order.cuts, order.groups, strict=True))
     way = {
         "keep": order.keep, "budget": call.budget, "accum_dtype": call.accum_dtype, "cuts": order.cuts,
         "targets": labels,
     }  # fmt: skip
 
-    if not call.asked and exponentials.apply_to(hidden, head, call.kernels):
+    if _without_logits(hidden, head, call):
 
         def per_token(
             known: exponentials.Targets, start: int, stop: int, index: Tensor | None
         ) -> Any:
             leaves = {"logp": known.logp}
             index = _positions(labels, start, stop, index)
-            loss, extras = _share(call, leaves, None, index, groups[start, stop], wanted.any)
+            loss, extras = _share(
+                call, leaves, None, index, order.groups_of(start, stop), wanted.any
+            )
             return (loss.detach(), extras), _derivatives(loss, leaves)["logp"]
 
         ignored = call.ignore_index
@@ -159,7 +167,9 @@ def _one_pass(
             stats = math.stats(logits, y, shift, **want)
             leaves = _leaves(stats, asked, head.vocab)
             argmax = stats.argmax if "argmax" in asked else None
-            loss, extras = _share(call, leaves, argmax, index, groups[start, stop], out is not None)
+            loss, extras = _share(
+                call, leaves, argmax, index, order.groups_of(start, stop), out is not None
+            )
             if out is not None:
                 factors = _coefficients(_derivatives(loss, leaves), head.vocab)
                 math.gradient(out, logits, y, stats, *factors, shift)
@@ -168,6 +178,10 @@ def _one_pass(
         found, grads = run(hidden, head, per_row, wanted, **way)
     total = torch.stack([loss for loss, _ in found]).sum() if found else _nothing(hidden, call)
     return total, [extras for _, extras in found], grads
+
+
+def _without_logits(hidden: Tensor, head: HeadParams, call: _Call) -> bool:
+    return not call.asked and exponentials.apply_to(hidden, head, call.kernels)
 
 
 def _positions(labels: Tensor, start: int, stop: int, index: Tensor | None) -> Tensor:
@@ -322,7 +336,10 @@ def fused_linear_objective(
     order = None
     if not (torch.compiler.is_compiling() or _needs_late_gradient(hidden, head)):
         flat = targets.reshape(-1)
-        order = _order(hidden, head, flat, ignore_index, group, n_groups, group_sizes, budget)
+        order = _order(
+            hidden, head, flat, ignore_index, group, n_groups, group_sizes, budget,
+            later=_without_logits(hidden, head, call),
+        )  # fmt: skip
     if order is None:
         require(
             not asked & {"lse", "mean_logp"},

@@ -25,13 +25,14 @@ from liger_kernel.ops._head_pair_torch import pair_rows_torch, top_k_rows_torch
 from liger_kernel.ops._head_top_k import top_k_rows
 from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, named, require, rows
 from liger_kernel.ops._scale import scale_
-from liger_kernel.ops.head.engine import Wanted, alignment, part, run, valid_tokens
+from liger_kernel.ops.head.engine import Wanted, alignment, part, run
 from liger_kernel.ops.head.logits import Logits, form_of
 from liger_kernel.ops.head.module import Packed
 from liger_kernel.ops.head.pair_shard import shard_rows
 from liger_kernel.ops.head.params import HeadParams, autocast
 from liger_kernel.ops.head.plan import padded
 from liger_kernel.ops.head.shard import VocabShard, local_head
+from liger_kernel.ops.head.valid import valid_tokens
 
 
 @dataclass(frozen=True)

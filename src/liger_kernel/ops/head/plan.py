@@ -65,8 +65,22 @@ def chunked(tokens: int, row_stride: int, row_bytes: int, budget: int) -> Plan:
     chunks = max(cdiv(tokens, most), 1)
     if chunks > MAX_CHUNKS and cdiv(tokens, _fit(2 * budget // row_bytes)) <= MAX_CHUNKS:
         chunks = MAX_CHUNKS
-    rows = tokens if chunks == 1 else _round_up(cdiv(tokens, chunks), _UNIT if most >= _UNIT else 8)
+    rows = _balanced(tokens, chunks, most)
     return Plan(tokens, max(rows, 1), cdiv(tokens, max(rows, 1)), row_stride, rows * row_bytes)
+
+
+def cuts_of(start: int, stop: int, most: int) -> list[tuple[int, int]]:
+    """Balanced chunks of at most `most` tokens, which is what a plan's chunk holds, from start to stop."""
+    chunks = cdiv(stop - start, most)
+    rows = min(_balanced(stop - start, chunks, most), most) if chunks else 1
+    return [(s, min(s + rows, stop)) for s in range(start, stop, rows)]
+
+
+def _balanced(tokens: int, chunks: int, most: int) -> int:
+    """Rows of each of so many chunks: whole tiles where `most` holds one."""
+    if chunks == 1:
+        return tokens
+    return _round_up(cdiv(tokens, chunks), _UNIT if most >= _UNIT else 8)
 
 
 def padded(vocab: int, align: int) -> int:
