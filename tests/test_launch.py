@@ -58,6 +58,97 @@ def test_repeated_launch_is_direct(kernel):
     assert kernel.direct == 2 * [(*expected, 5, 0.5, 64)]
 
 
+class _Launcher:
+    """What Triton 3.6 launches through: it adds flags, and scratch where a kernel needs any."""
+
+    launch_cooperative_grid, launch_pdl = "cooperative", "pdl"
+
+    def __init__(self, scratch=0):
+        self.global_scratch_size, self.profile_scratch_size = 0, scratch
+        self.passed, self.calls = [], 0
+        self.launch = lambda *args: self.passed.append(args)
+
+    def __call__(self, x, y, z, stream, function, *args):
+        self.calls += 1
+        flags = self.launch_cooperative_grid, self.launch_pdl
+        scratch = None, "scratch" if self.profile_scratch_size else None
+        self.launch(x, y, z, stream, function, *flags, *scratch, *args)
+
+
+def _launch_through(launcher):
+    """Three calls, the first of which compiles, the last with other tensors."""
+    kernel = _Kernel()
+    kernel.run = launcher
+    x, y = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
+    others = x.clone(), y.clone()
+    run = _launch(kernel)
+    for tensors in ((x, y), (x, y), others):
+        run(*tensors)
+    assert kernel.compiled == 1
+    return [tuple(t.data_ptr() for t in tensors) for tensors in ((x, y), others)]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_launchers_are_passed_by(kernel, monkeypatch, known):
+    """The kernel gets the same arguments whether its launcher is called or, where it is known to add flags, is not."""
+    monkeypatch.setattr(_triton, "_LAUNCHER_IS_KNOWN", known)
+    launcher = _Launcher()
+    pointers = _launch_through(launcher)
+    before = (3, 1, 1, 7, "function", "cooperative", "pdl", None, None, "metadata")
+    own = [(*given, 5, 0.5, 64) for given in pointers]
+    assert launcher.passed == [(*before, None, None, None, *args) for args in own]
+    assert launcher.calls == (0 if known else 2)
+
+
+def test_launchers_with_scratch_are_called(kernel, monkeypatch):
+    monkeypatch.setattr(_triton, "_LAUNCHER_IS_KNOWN", True)
+    launcher = _Launcher(scratch=64)
+    _launch_through(launcher)
+    assert launcher.calls == 2
+    assert [call[8] for call in launcher.passed] == 2 * ["scratch"]
+
+
+@pytest.mark.parametrize("name", ["launch", "launch_pdl", "profile_scratch_size"])
+def test_launchers_of_another_kind_are_called(kernel, monkeypatch, name):
+    """Other versions lack an attribute."""
+    monkeypatch.setattr(_triton, "_LAUNCHER_IS_KNOWN", True)
+    given = {**vars(_Launcher()), "launch_cooperative_grid": False, "launch_pdl": False}
+    del given[name]
+
+    class Other(SimpleNamespace):
+        def __call__(self, *args):
+            self.passed.append(args)
+
+    launcher = Other(**given)
+    pointers = _launch_through(launcher)
+    before = (3, 1, 1, 7, "function", "metadata", None, None, None)
+    assert launcher.passed == [(*before, *given, 5, 0.5, 64) for given in pointers]
+
+
+def test_launcher_that_is_installed(kernel, monkeypatch):
+    """Passed by, where its version is known, a kernel gets what the class itself would pass on."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    traits = {**vars(_Launcher()), "num_ctas": 1}
+    traits |= {"global_scratch_align": 1, "profile_scratch_align": 1}
+    traits |= {"launch_cooperative_grid": False, "launch_pdl": True}
+    traits |= {"arg_annotations": (), "kernel_signature": b""}  # of 3.7
+    seen = []
+    for known in (_triton._LAUNCHER_IS_KNOWN, False):
+        monkeypatch.setattr(_triton, "_LAUNCHER_IS_KNOWN", known)
+        launcher = object.__new__(driver.CudaLauncher)
+        passed = []
+        vars(launcher).update(traits, launch=lambda *args, to=passed: to.append(args))
+        pointers = _launch_through(launcher)
+        seen.append([_without(call, given) for call, given in zip(passed, pointers, strict=True)])
+    assert seen[0] == seen[1]
+
+
+def _without(call, pointers):
+    """A call's arguments, those that are nested too, with pointers by number."""
+    flat = [*call[:-1], *(call[-1] if isinstance(call[-1], tuple) else call[-1:])]
+    return [pointers.index(a) if a in pointers else a for a in flat]
+
+
 def test_launches_share_compiled_kernels(kernel):
     """What was compiled serves every size that Triton does not tell apart."""
     x = torch.zeros(8)

@@ -2,13 +2,18 @@
 
 import pytest
 import torch
+from cases import CASES
 from isolated import run
 
 from liger_kernel import _env
+from liger_kernel.ops import _rms_kernels
+from liger_kernel.ops._triton import Launch
 from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
 from liger_kernel.ops.gated_rms_norm import gated_rms_norm
 from liger_kernel.ops.layer_norm import layer_norm
 from liger_kernel.ops.modulated_rms_norm import modulated_rms_norm
+from liger_kernel.ops.rms_norm import rms_norm
+from liger_kernel.testing import properties
 from liger_kernel.transformers import norm
 
 
@@ -61,6 +66,62 @@ def test_groups_beyond_a_program_take_the_torch_path(kernels):
     with pytest.raises(RuntimeError, match="more than a program holds"):
         modulated_rms_norm(x, None, x, impl="triton")
     assert gated_rms_norm(x, x, x[0]).shape == x.shape
+
+
+# Backward of few rows in one launch, of many with partial sums
+
+FEW = [(1, 1), (1, 1024), (3, 129), (130, 33), (3, 8191)]
+MANY = [(513, 8), (520, 255)]
+RMS_ROWS = [case for case in CASES if case.op.name in ("rms_norm", "fused_add_rms_norm")]
+PLAIN_ROWS = [case for case in RMS_ROWS if not case.label]
+
+
+def _kernels_run(monkeypatch):
+    """The kernels that `Launch` runs from now on."""
+    ran, call = set(), Launch.__call__
+
+    def noted(launch, *tensors):
+        ran.add(launch._given[0])
+        call(launch, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    return ran
+
+
+@pytest.mark.parametrize("shape", FEW + MANY, ids=str)
+@pytest.mark.parametrize("case", RMS_ROWS, ids=lambda case: case.name)
+def test_few_and_many_rows_are_accurate(kernels, monkeypatch, case, shape):
+    """Every casting mode, an offset, mixed dtypes, a gradient to add, no weight; each way has its kernel."""
+    ran = _kernels_run(monkeypatch)
+    for options in case.cover():
+        for dtype in {case.dtypes[0], torch.float16} - {torch.bfloat16}:  # the interpreter cuts it
+            properties.accurate(case, shape, options, dtype, kernels)
+    backward = {_rms_kernels.backward_few_kernel, _rms_kernels.backward_kernel}
+    wanted = _rms_kernels.backward_few_kernel if shape in FEW else _rms_kernels.backward_kernel
+    assert ran & backward == {wanted}
+
+
+@pytest.mark.parametrize("shape", [(9, 130), (513, 9)], ids=str)
+@pytest.mark.parametrize("case", PLAIN_ROWS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "check",
+    [properties.written, properties.repeatable, properties.partial, properties.layouts],
+    ids=lambda check: check.__name__,
+)
+def test_few_and_many_rows_keep(kernels, check, case, shape):
+    """The same bits again, whatever is needed, in memory of any content; any layout."""
+    for options in case.cover():
+        check(case, shape, options, torch.bfloat16, kernels)
+
+
+@pytest.mark.parametrize("shape", [(17, 8192), (1, 8193)], ids=str)
+def test_few_rows_of_many_values(kernels, monkeypatch, shape):
+    """They have partial sums."""
+    ran = _kernels_run(monkeypatch)
+    weight = torch.ones(shape[-1], device=kernels, requires_grad=True)
+    rms_norm(torch.randn(shape, device=kernels), weight).sum().backward()
+    assert _rms_kernels.backward_kernel in ran
+    assert _rms_kernels.backward_few_kernel not in ran
 
 
 # Layers

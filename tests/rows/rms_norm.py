@@ -92,4 +92,13 @@ ROWS = [
         reference=lambda x, **options: rms_norm.reference(x, None, **options),
         label="rms_norm without weight",
     ),
+    Case(
+        rms_norm.OP,
+        rms_norm.rms_norm,
+        _inputs,
+        shapes=[(513, 3)],
+        options={"casting_mode": ["llama", "gemma"], "offset": [0.0, 1.0]},
+        grads=("x", "weight"),
+        label="rms_norm of many rows",
+    ),
 ]

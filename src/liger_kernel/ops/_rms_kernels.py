@@ -89,6 +89,22 @@ def forward_wide_kernel(
 
 
 @triton.jit
+def _store_dx(
+    DX, DS, W, dy, n, rstd, row, cols, mask, m_col, sDS_row, n_cols, offset, ROUND_W: tl.constexpr
+):
+    """Of whole rows, n being x * rstd."""
+    g = dy
+    if W is not None:
+        g = dy * scale_of(W, cols, m_col, offset, ROUND_W)[None, :]
+    mean = tl.sum(g * n, axis=1) / n_cols
+    dx = rstd[:, None] * (g - n * mean[:, None])
+    if DS is not None:
+        dx += _load(DS, row_base(row, sDS_row)[:, None] + cols[None, :], mask)
+    at = row_base(row, n_cols)[:, None] + cols[None, :]
+    tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def backward_kernel(
     DX, DWP, DS, DY, X, W, RSTD, sDS_row, sDY_row, sX_row, n_rows, n_cols, rows_per_program, offset,
     LLAMA: tl.constexpr, ROUND_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
@@ -112,17 +128,47 @@ def backward_kernel(
             rounded = n.to(DY.dtype.element_ty).to(tl.float32) if LLAMA else n
             dw += tl.sum(dy * rounded, axis=0)
         if NEED_DX:
-            g = dy
-            if W is not None:
-                g = dy * scale_of(W, cols, m_col, offset, ROUND_W)[None, :]
-            mean = tl.sum(g * n, axis=1) / n_cols
-            dx = rstd[:, None] * (g - n * mean[:, None])
-            if DS is not None:
-                dx += _load(DS, row_base(row, sDS_row)[:, None] + cols[None, :], mask)
-            at = row_base(row, n_cols)[:, None] + cols[None, :]
-            tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=mask)
+            _store_dx(DX, DS, W, dy, n, rstd, row, cols, mask, m_col, sDS_row, n_cols, offset, ROUND_W)  # fmt: skip
     if NEED_DW:
         tl.store(DWP + pid * n_cols + cols, dw, mask=m_col)
+
+
+@triton.jit
+def backward_few_kernel(
+    DX, DW, DS, DY, X, W, RSTD, sDS_row, sDY_row, sX_row, n_rows, n_cols, offset,
+    LLAMA: tl.constexpr, ROUND_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dx of ROWS rows, then dw of COLUMNS columns over all rows: nothing that another program computes is needed."""
+    pid = tl.program_id(0)
+    if NEED_DX:
+        row = pid * ROWS + tl.arange(0, ROWS)
+        m_row = row < n_rows
+        if pid * ROWS < n_rows:
+            cols = tl.arange(0, BLOCK)
+            m_col = cols < n_cols
+            mask = m_row[:, None] & m_col[None, :]
+            dy = _load(DY, row_base(row, sDY_row)[:, None] + cols[None, :], mask)
+            x = _load(X, row_base(row, sX_row)[:, None] + cols[None, :], mask)
+            rstd = tl.load(RSTD + row, mask=m_row, other=0.0)
+            n = x * rstd[:, None]
+            _store_dx(DX, DS, W, dy, n, rstd, row, cols, mask, m_col, sDS_row, n_cols, offset, ROUND_W)  # fmt: skip
+    if NEED_DW:
+        some = pid * COLUMNS + tl.arange(0, COLUMNS)
+        m_some = some < n_cols
+        if pid * COLUMNS < n_cols:
+            dw = tl.zeros((DEPTH, COLUMNS), tl.float32)
+            for start in range(0, n_rows, DEPTH):
+                rows = start + tl.arange(0, DEPTH)
+                m_rows = rows < n_rows
+                inside = m_rows[:, None] & m_some[None, :]
+                dys = _load(DY, row_base(rows, sDY_row)[:, None] + some[None, :], inside)
+                xs = _load(X, row_base(rows, sX_row)[:, None] + some[None, :], inside)
+                ns = xs * tl.load(RSTD + rows, mask=m_rows, other=0.0)[:, None]
+                if LLAMA:
+                    ns = ns.to(DY.dtype.element_ty).to(tl.float32)
+                dw += dys * ns
+            tl.store(DW + some, tl.sum(dw, axis=0).to(DW.dtype.element_ty), mask=m_some)
 
 
 @triton.jit

@@ -3,7 +3,6 @@ kernels.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -60,6 +59,12 @@ UNFUSED = {"enable_fp_fusion": False}
 # Older Tritons (below 3.4) call a compiled kernel in other ways.
 _DIRECT = AVAILABLE and hasattr(triton, "knobs")
 _compiled: dict[Any, Any] = {}
+_STREAM = 3  # where a compiled kernel takes the stream's handle, behind the grid
+
+# `CudaLauncher` of Triton 3.6: a call of it takes half a microsecond in Python, for scratch that most kernels have not.
+_LAUNCHER_IS_KNOWN = AVAILABLE and triton.__version__.startswith("3.6.")
+_FLAGS = ("launch_cooperative_grid", "launch_pdl")
+_SCRATCH = ("global_scratch_size", "profile_scratch_size")
 
 
 def launch(
@@ -105,32 +110,55 @@ class Launch:
     of them aligned to 16 bytes, go to the compiled kernel at once; others through `launch`.
     """
 
-    __slots__ = ("_given", "_grid", "_index", "_known")
+    __slots__ = ("_given", "_index", "_known")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], device: torch.device, *numbers: Any, **meta: Any
     ):
         self._given = kernel, grid, device, numbers, meta
-        self._grid, self._index = _three(grid), device.index
-        self._known: Any = (None,) * 5
+        self._index = device.index
+        self._known: Any = [(0, "none yet")], None, [0]  # (place, dtype), what is run, arguments
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        dtypes, run, function, packed, rest = self._known
-        if [None if t is None else t.dtype for t in tensors] == dtypes and not _hooked():
-            stream = _env.raw_stream(self._index)
-            pointers = [0 if t is None else t.data_ptr() for t in tensors]
-            if stream is not None and not functools.reduce(operator.or_, pointers) & 15:
-                run(*self._grid, stream, function, packed, None, None, None, *pointers, *rest)
+        kinds, run, arguments = self._known
+        arguments = arguments.copy()
+        for tensor, (place, dtype) in zip(tensors, kinds):  # noqa: B905, strict= takes .2 us
+            if tensor is None:
+                if dtype is not None:
+                    break
+            else:
+                arguments[place] = pointer = tensor.data_ptr()
+                if tensor.dtype is not dtype or pointer & 15:
+                    break
+        else:
+            arguments[_STREAM] = stream = _env.raw_stream(self._index)
+            if stream is not None and not _hooked():
+                run(*arguments)
                 return
         self._prepare(tensors)
 
     def _prepare(self, tensors: tuple[Tensor | None, ...]) -> None:
         kernel, grid, device, numbers, meta = self._given
         compiled = launch(kernel, grid, device, *tensors, *numbers, **meta)
-        if compiled is not None and not any(t is not None and t.data_ptr() & 15 for t in tensors):
-            dtypes = [None if t is None else t.dtype for t in tensors]
-            rest = (*numbers, *_rest(kernel, len(tensors) + len(numbers), meta))
-            self._known = dtypes, compiled.run, compiled.function, compiled.packed_metadata, rest
+        pointers = [0 if t is None else t.data_ptr() for t in tensors]
+        if compiled is None or any(pointer & 15 for pointer in pointers):
+            return
+        run, added = _innermost(compiled.run)
+        before = [*_three(grid), None, compiled.function, *added, compiled.packed_metadata]
+        before += [None, None, None]
+        rest = [*numbers, *_rest(kernel, len(tensors) + len(numbers), meta)]
+        kinds = [(i, None if t is None else t.dtype) for i, t in enumerate(tensors, len(before))]
+        self._known = kinds, run, [*before, *pointers, *rest]
+
+
+def _innermost(run: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What a launcher calls in the end, and what it adds behind the function: its flags, and no scratch. Itself and
+    nothing where it is not known to do just that.
+    """
+    known = _LAUNCHER_IS_KNOWN and all(hasattr(run, name) for name in ("launch", *_FLAGS))
+    if not known or any(getattr(run, size, None) != 0 for size in _SCRATCH):
+        return run, ()
+    return run.launch, (*(getattr(run, flag) for flag in _FLAGS), None, None)
 
 
 _plans: list[Any] = []

@@ -17,6 +17,7 @@ Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head import exponentials
 from liger_kernel.ops.head.cross_entropy import loss_of_logp, objective_cross_entropy
-from liger_kernel.ops.head.engine import Wanted, form_for, part, placed, run
+from liger_kernel.ops.head.engine import RowKernel, Wanted, form_for, part, placed, run
 from liger_kernel.ops.head.module import Packed, takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
@@ -124,17 +125,8 @@ def head_cross_entropy(
             "token_scaling": token_scaling, "want_argmax": want_accuracy or want_prediction,
             "weight_sum": ce_weight.sum(dtype=wide) if ce_weight is not None and label_smoothing else None,
         }  # fmt: skip
-        rows = ce_rows if kernels else ce_rows_torch
-
-        def per_row(
-            logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
-        ) -> Any:
-            place = start, stop, index
-            u = None if each is None else part(each, *place)
-            return rows(logits, part(labels, *place), ce_weight, scales(), u, out, **options)
-
+        per_row = _of_logits(labels, ce_weight, scales, each, kernels, options)
         found, grads = run(hidden, head, per_row, wanted, **call)
-
     keep = tokens.kept() if isinstance(tokens, Counting) else tokens
 
     def gathered(name: str, absent: float = 0) -> Tensor:
@@ -158,6 +150,23 @@ def head_cross_entropy(
         reduced(gathered("loss"), True), reduced(z, want_z), reduced(correct, want_accuracy), predicted,
         *(hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)),
     )  # fmt: skip
+
+
+def _of_logits(
+    labels: Tensor, ce_weight: Tensor | None, scales: Callable[[], Tensor], upstream: Tensor | None, kernels: bool,
+    options: dict[str, Any],
+) -> RowKernel:  # fmt: skip
+    """The loss of a chunk's tokens and the gradient of their logits."""
+    rows = ce_rows if kernels else ce_rows_torch
+
+    def per_row(
+        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
+    ) -> Any:
+        place = start, stop, index
+        u = None if upstream is None else part(upstream, *place)
+        return rows(logits, part(labels, *place), ce_weight, scales(), u, out, **options)
+
+    return per_row
 
 
 # 3 op

@@ -12,8 +12,8 @@ Casts   "llama": n is rounded to x's dtype before it meets the weight (Llama, Qw
         "llama" only where x and w differ in dtype: with fp16 weights T5 keeps x in fp32.
 Memory  forward reads x once and writes y; it keeps rstd, 4 bytes a row, beside its inputs.
         Backward reads dy and x once and writes dx; dw passes through fp32 partials of one row per
-        program (SMs x 1..8 programs), summed in a fixed order. Rows that do not fit in registers
-        take two passes over their columns.
+        program (SMs x 1..8 programs), summed in a fixed order. Few rows are read twice instead, and
+        nothing else is written. Rows that do not fit in registers take two passes over their columns.
 Paper   Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467
 """
 
@@ -50,6 +50,11 @@ from liger_kernel.ops._triton import Launch, block_of, cdiv, launch, planned
 CASTING_MODES = ("llama", "gemma", "none", "t5")
 _CASTING_CODES = {-1: "none", 0: "llama", 1: "gemma"}
 _DW_BLOCK = 1024
+
+# Backward in one launch, while a program's read of all rows of its columns takes less than a second launch and its
+# memory, 15 us of a host's time. Not measured.
+_FEW_ROWS, _FEW_COLUMNS, _FEW_VALUES = 512, 8192, 1 << 17
+_DEPTH, _COLUMNS = 64, 64  # rows at a time, and columns, of a program's part of dw
 
 # 1 reference
 
@@ -189,12 +194,16 @@ def run_backward(
             args = (dx, *tensors, *steps, n_cols, offset)
             launch(kernels.dx_wide_kernel, (n_rows,), device, *args, **meta)
         return dx, _dw_wide(tensors, steps, flags["LLAMA"]) if need_dw else x.new_empty(0)
-    programs, run = _backward(
+    parts, run = _backward(
         device, table, x.element_size(), loaded, n_rows, n_cols, steps, offset, casting_mode, need_dx, need_dw
     )  # fmt: skip
-    partials = x.new_empty((programs, n_cols) if need_dw else 0, dtype=torch.float32)
-    run(dx, partials, *tensors)
-    return dx, sum_partials(partials, dw_dtype) if need_dw else x.new_empty(0)
+    if parts:
+        partials = x.new_empty((parts, n_cols), dtype=torch.float32)
+        run(dx, partials, *tensors)
+        return dx, sum_partials(partials, dw_dtype)
+    dw = x.new_empty(n_cols, dtype=dw_dtype) if need_dw else x.new_empty(0)
+    run(dx, dw, *tensors)
+    return dx, dw
 
 
 @planned
@@ -202,14 +211,25 @@ def _backward(
     device: torch.device, table: Table, itemsize: int, loaded: int, n_rows: int, n_cols: int,
     steps: tuple[int | None, ...], offset: float, casting_mode: str, need_dx: bool, need_dw: bool,
 ) -> tuple[int, Launch]:  # fmt: skip
-    """loaded: bytes of an element of all operands together."""
+    """-> how many partial sums of dw the launch writes, 0 if it writes dw itself or none is needed; the launch.
+
+    loaded: bytes of an element of all operands together.
+    """
     block = block_of(n_cols)
     entry = table.choose(block, itemsize, card_of(device))
+    needs = {"NEED_DX": need_dx, "NEED_DW": need_dw, "BLOCK": block}
+    meta = {**_roundings(offset, casting_mode), **needs}
+    # whether dw is needed or not: dx has the same bits
+    if n_rows <= _FEW_ROWS and n_cols <= _FEW_COLUMNS and n_rows * n_cols <= _FEW_VALUES:
+        meta |= {**forward_plan(entry[:2], device), "DEPTH": _DEPTH, "COLUMNS": _COLUMNS}
+        tiles, columns = cdiv(n_rows, meta["ROWS"]), cdiv(n_cols, _COLUMNS)
+        grid = (max(need_dx * tiles, need_dw * columns),)
+        numbers = (*steps, n_rows, n_cols, offset)
+        return 0, Launch(kernels.backward_few_kernel, grid, device, *numbers, **meta)
     programs, share, plan = backward_plan(entry, n_rows, block * loaded, device)
     numbers = (*steps, n_rows, n_cols, share, offset)
-    meta = {**_roundings(offset, casting_mode), "NEED_DX": need_dx, "NEED_DW": need_dw, **plan}
-    meta["BLOCK"] = block
-    return programs, Launch(kernels.backward_kernel, (programs,), device, *numbers, **meta)
+    run = Launch(kernels.backward_kernel, (programs,), device, *numbers, **meta, **plan)
+    return need_dw * programs, run
 
 
 def _dw_wide(tensors: tuple[Any, ...], steps: tuple[Any, ...], llama: bool) -> Tensor:
