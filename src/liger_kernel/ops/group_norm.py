@@ -69,22 +69,19 @@ def _fits_held(most: int) -> Callable[..., bool]:
 
 # values of a group, padded -> values that a program visits at a time (0: it holds the group in registers), warps
 _FIELDS = {"tile": (0, 4096, 8192), "warps": WARPS}
-_HELD = {
-    256: (0, 1),
-    512: (0, 1),
-    1024: (0, 2),
-    2048: (0, 4),
-    4096: (0, 8),
-    8192: (0, 16),
-    16384: (4096, 4),
-}
+_HELD = {256: (0, 1), 512: (0, 1), 1024: (0, 2), 2048: (0, 2), 4096: (0, 4), 8192: (0, 4)}
 _FORWARD = Table(
     "group_norm.forward",
     _FIELDS,
-    {**_HELD, 32768: (8192, 4), 65536: (8192, 16)},
+    {**_HELD, 16384: (0, 8), 32768: (8192, 4), 65536: (8192, 32)},
     _fits_held(_MOST_HELD),
 )
-_BACKWARD = Table("group_norm.backward", _FIELDS, {**_HELD, 32768: (4096, 4)}, _fits_held(16384))
+_BACKWARD = Table(
+    "group_norm.backward",
+    _FIELDS,
+    {**_HELD, 2048: (0, 4), 4096: (0, 8), 16384: (4096, 4), 32768: (8192, 8)},
+    _fits_held(16384),
+)
 
 
 def _layout(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int, int]:

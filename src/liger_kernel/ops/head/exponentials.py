@@ -26,7 +26,7 @@ from liger_kernel.ops._logp_kernels import transform_of
 from liger_kernel.ops._op import rows
 from liger_kernel.ops._triton import block_of, cdiv, launch
 from liger_kernel.ops.head.engine import Gradients, Sums, Wanted, part
-from liger_kernel.ops.head.logits import product
+from liger_kernel.ops.head.logits import accumulate, product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, chunked, cuts_of
 from liger_kernel.ops.head.valid import Counting
@@ -170,6 +170,11 @@ def _carved(memory: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return memory[:size].view(shape), memory[size:]
 
 
+def _wide(memory: Tensor) -> Tensor:
+    """Flat memory as fp32."""
+    return memory[: memory.numel() // 2 * 2].view(torch.float32)
+
+
 def _add(
     sums: Sums, chunk: "_Chunk", a: Tensor, room: Tensor, start: int, index: Tensor | None
 ) -> None:  # fmt: skip
@@ -239,8 +244,7 @@ class _Chunk:
 
     def _partials(self, free: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 of every block of columns and every row, for sums and, where asked for, maxima."""
-        whole = free[: free.numel() // 2 * 2].view(torch.float32)
-        both, _ = _carved(whole, (1 + self.hits, self.blocks, self.n))
+        both, _ = _carved(_wide(free), (1 + self.hits, self.blocks, self.n))
         return both[0], both[-1]
 
     def _product(self, mode: str, guarded: bool = False) -> None:
@@ -286,7 +290,10 @@ class _Chunk:
         m_blocks, n_blocks = cdiv(self.n, _TILE["BM"]), cdiv(self.width, _TILE["BN"])
         tiles, sms = m_blocks * n_blocks, _env.device_info(self.device).sm_count
         if tiles <= _BUSY * cdiv(tiles, sms) * sms:  # also where no token is left
-            torch.mul(product(self.exps, self.head.weight, f.dtype), f[:, None], out=out)
+            # out may be the first that lies behind
+            wide = _carved(_wide(self.behind(self.n)[out.numel() :]), tuple(out.shape))[0]
+            accumulate(wide, self.exps, self.head.weight, first=True)
+            torch.mul(wide, f[:, None], out=out)
             return
         launch(
             kernels.back_kernel, self._grid(tiles), self.device, _tiled(out, "BM", "BN"), _tiled(self.exps, "BM", "BK"),

@@ -42,8 +42,8 @@ def valid_tokens_later(
 
 def without_ignored(hidden: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """hidden `[*, H]` with zeros where target `[*]` is ignored: what stands there (NaN, say) reaches no product."""
-    ignored = (target == ignore_index).view(hidden.shape[:-1])
-    return hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
+    counts = (target != ignore_index).view(hidden.shape[:-1])
+    return torch.where(counts.unsqueeze(-1), hidden, 0.0)
 
 
 class Counting:
