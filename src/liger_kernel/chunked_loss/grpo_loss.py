@@ -6,7 +6,7 @@ independent any chunk of tokens will do, else whole sequences. Masked tokens are
 Memory  dh, dW and db from forward to backward; meanwhile one chunk of logits within memory_budget.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,9 +76,9 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         weights = reduction_weights(
             attention_mask, full_attention_mask, num_items_in_batch, options, dtype
         )
-        given = samples(
-            attention_mask, weights, advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio, options, dtype
-        )  # fmt: skip
+        known = (advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
+        check_samples(attention_mask, *known, options)
+        given = samples(attention_mask, weights, *known, dtype)
         loss, sums = share(per_token_logps, None, given, options)
         return loss, metrics(sums, full_attention_mask, options)
 
@@ -120,14 +120,17 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
                 ref_per_token_logps, *theirs, targets, group=group, **reference_head(head, ref_head)
             )
         dtype = compute_dtype(_input)
-        weights = reduction_weights(
-            attention_mask, attention_mask, num_items_in_batch, options, dtype
-        )
-        given = samples(
-            attention_mask, weights, advantages, old_per_token_logps, reference, vllm_is_ratio, options, dtype
-        )  # fmt: skip
+        known = (advantages, old_per_token_logps, reference, vllm_is_ratio)
+        check_samples(attention_mask, *known, options)
+
+        def given() -> Samples:
+            weights = reduction_weights(
+                attention_mask, attention_mask, num_items_in_batch, options, dtype
+            )
+            return samples(attention_mask, weights, *known, dtype)
+
         head["process_group"] = group
-        loss, sums = _through_head(_input, weight, bias, targets, given, options, head)
+        loss, sums = _through_head(_input, weight, bias, targets, _once(given), options, head)
         found = metrics(sums, attention_mask, options)
         return loss, (*found, _counts(attention_mask)) if return_count else found
 
@@ -142,11 +145,11 @@ def reduction_weights(
     return token_weights(mask != 0, full_mask != 0, options, normalizer, dtype)
 
 
-def samples(
-    mask: Tensor, weight: Tensor, advantages: Tensor, old: Tensor | None, ref: Tensor | None, is_ratio: Tensor | None,
-    options: GRPOOptions, dtype: torch.dtype, phi: Tensor | None = None,
-) -> Samples:  # fmt: skip
-    """Arguments as the contract has them -> `Samples`; ValueError for shapes that do not fit."""
+def check_samples(
+    mask: Tensor, advantages: Tensor, old: Tensor | None, ref: Tensor | None, is_ratio: Tensor | None,
+    options: GRPOOptions,
+) -> None:  # fmt: skip
+    """ValueError for shapes that do not fit."""
     shape = mask.shape
     require(options.beta == 0 or ref is not None, NO_REFERENCE)
     require(
@@ -163,7 +166,15 @@ def samples(
             is_ratio.shape in (shape, shape[:1], (shape[0], 1)),
             f"GRPO: vllm_is_ratio must be [{shape[0]}], [{shape[0]}, 1] or {list(shape)}; got {list(is_ratio.shape)}.",
         )
-        is_ratio = is_ratio.reshape(shape[0], -1)
+
+
+def samples(
+    mask: Tensor, weight: Tensor, advantages: Tensor, old: Tensor | None, ref: Tensor | None, is_ratio: Tensor | None,
+    dtype: torch.dtype, phi: Tensor | None = None,
+) -> Samples:  # fmt: skip
+    """Arguments as the contract has them, which `check_samples` has seen."""
+    if is_ratio is not None:
+        is_ratio = is_ratio.reshape(mask.shape[0], -1)
     known = (advantages[:, None], old, ref, is_ratio, phi)
     return Samples(mask != 0, weight, *(None if x is None else x.detach().to(dtype) for x in known))  # type: ignore[arg-type]
 
@@ -180,28 +191,39 @@ def _counts(mask: Tensor) -> Tensor:
     return torch.stack([torch.full_like(tokens, mask.shape[0]), tokens])
 
 
-def _through_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, given: Samples, options: GRPOOptions,
-    head: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss, and the sums of `share`, through the engine."""
+def _once(make: Callable[[], Samples]) -> Callable[[], Samples]:
+    """What `make` returns, made at the first call. (torch.compile does not trace `functools.cache`.)"""
+    made: list[Samples] = []
 
-    every = None if options.by_sequence else given.flat()
+    def get() -> Samples:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return get
+
+
+def _through_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, given: Callable[[], Samples],
+    options: GRPOOptions, head: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss, and the sums of `share`, through the engine; given is asked for when its first product is under way."""
+    every = _once(lambda: given().flat())
 
     def objective(tokens: Tokens) -> tuple[Tensor, Tensor]:
         logp, entropy = tokens.logp, tokens.entropy
-        if every is not None:
-            return share(logp, entropy, every.tokens(tokens.index), options)
+        if not options.by_sequence:
+            return share(logp, entropy, every().tokens(tokens.index), options)
         width = targets.shape[1]
         logp = by_sequence(logp, tokens, width)
         entropy = None if entropy is None else by_sequence(entropy, tokens, width)
-        return share(logp, entropy, given.sequences(*tokens.groups), options)
+        return share(logp, entropy, given().sequences(*tokens.groups), options)
 
     groups = sequence_groups(targets) if options.by_sequence else {}
     loss, parts = fused_linear_objective(
         hidden, weight, targets, objective, bias=bias, entropy=options.entropy_coef != 0, dense=True, **groups, **head
     )  # fmt: skip
-    return loss, torch.stack([*parts, given.weight.new_zeros(2)]).sum(0)
+    return loss, torch.stack([*parts, given().weight.new_zeros(2)]).sum(0)
 
 
 # Read when the loss is called: trainers write them after construction.

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
-from liger_kernel.chunked_loss.grpo_loss import metrics, reduction_weights, samples
+from liger_kernel.chunked_loss.grpo_loss import (
+    check_samples,
+    metrics,
+    reduction_weights,
+    samples,
+)
 from liger_kernel.chunked_loss.grpo_objectives import (
     GRPOOptions,
     get_gamma_weights,
@@ -100,7 +105,8 @@ def _loss(
     mask = torch.ones_like(ids) if mask is None else mask
     kept = (mask != 0).to(logp.dtype)
     weight = reduction_weights(mask, mask, num_items, options, logp.dtype) if reduce else kept
-    given = samples(mask, weight, advantages, old, ref, is_ratio, options, logp.dtype, phi)
+    check_samples(mask, advantages, old, ref, is_ratio, options)
+    given = samples(mask, weight, advantages, old, ref, is_ratio, logp.dtype, phi)
     loss, kl, clipped = token_terms(logp, None, given, options)
     loss, clipped = loss * weight, clipped.to(logp.dtype)
     kl = None if kl is None else kl.detach() * kept
