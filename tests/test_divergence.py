@@ -153,6 +153,90 @@ def test_jsd_keeps_its_digits(device, beta):
     torch.testing.assert_close(jsd(*far, beta=beta).item(), entropy)
 
 
+# Layouts ----------------------------------------------------------------------------------------------
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TOLERANCES = {F32: 1e-5, BF16: 1e-2}
+# more elements from row to row than columns, and type, of student and teacher
+LAYOUTS = {
+    "fp32": (0, F32, 0, F32),
+    "bf16": (0, BF16, 0, BF16),
+    "two types": (0, BF16, 0, F32),
+    "two types, shifted by 16 elements": (0, F32, 16, F16),
+    "student padded": (7, F32, 0, F32),
+    "both padded": (3, BF16, 11, BF16),
+}
+# how many of student and teacher are probabilities, and the loss
+GIVEN = {
+    "kl_div": (1, lambda x, y, labels: kl_div(x, y, "none")),
+    "jsd": (0, lambda x, y, labels: jsd(x, y, labels, 0.3)),
+    "tvd": (2, lambda x, y, labels: tvd(x, y, labels, "none")),
+}
+
+
+def _spaced(values, more, dtype):
+    """The values in rows that lie `more` elements further apart than they are long, with NaN between."""
+    rows, width = values.shape
+    space = values.new_full((rows, width + more), math.nan, dtype=dtype)
+    space[:, :width] = values
+    return space[:, :width]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("width", [1, 15, 17, 33, 4099])
+def test_any_width_and_stride(device, name, width, layout):
+    """Columns before the first multiple of 16 bytes, and behind the last; no other is read."""
+    more_x, type_x, more_y, type_y = LAYOUTS[layout]
+    probabilities, loss = GIVEN[name]
+    x, y = _log_probs(device, 5, width)
+    x, y = x.exp() if probabilities > 1 else x, y.exp() if probabilities else y
+    x, y = _spaced(x, more_x, type_x), _spaced(y, more_y, type_y)
+    labels = torch.tensor([3, -100, 1, 5, 0], device=device)
+    ours, again, eager, truth = (
+        _run(loss, a, b, labels=labels)
+        for a, b in [(x, y), (x, y), (x.float(), y.float()), (x.double(), y.double())]
+    )
+    assert all(torch.equal(ours[key], again[key]) for key in ours)
+    eager["gradient"] = eager["gradient"].to(type_x)
+    assert_close_to_truth(ours, eager, truth)
+
+
+@pytest.mark.parametrize("upstream", ["dense", "padded", "of one number", "transposed", "of a row"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("width", [1, 17, 33, 4099])
+def test_upstream_of_any_stride(device, width, dtype, upstream):
+    x, y = (t.to(dtype) for t in _log_probs(device, 5, width))
+    drawn = _log_probs(device, 5, width, seed=1)[0]
+    given = {
+        "dense": drawn,
+        "padded": _spaced(drawn, 2, F32),
+        "of one number": drawn[:1, :1].expand(5, width),
+        "transposed": drawn.t().contiguous().t(),
+        "of a row": drawn[:1].expand(5, width),
+    }[upstream]
+
+    def gradient(a, b):
+        leaf = a.detach().requires_grad_()
+        loss = kl_div(leaf, b, "none", log_target=True)
+        return torch.autograd.grad(loss, leaf, given.to(loss.dtype))[0]
+
+    ours, truth = gradient(x, y), gradient(x.double(), y.double())
+    assert torch.equal(ours, gradient(x, y))
+    torch.testing.assert_close(ours, truth.to(dtype), atol=1e-6, rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_vocabulary_of_odd_size(device, dtype):
+    x, y = (t.to(dtype) for t in _log_probs(device, 3, 50257))
+    ours, again, truth = (
+        _run(kl_div, a, b, log_target=True) for a, b in [(x, y), (x, y), (x.double(), y.double())]
+    )
+    for key, right in truth.items():
+        assert torch.equal(ours[key], again[key])
+        torch.testing.assert_close(ours[key].double(), right, atol=1e-6, rtol=TOLERANCES[dtype])
+
+
 # Labels -----------------------------------------------------------------------------------------------
 
 LABELLED = [

@@ -141,7 +141,10 @@ def test_what_few_tokens_are(monkeypatch):
     hidden = torch.empty(2, 64, 8, dtype=torch.bfloat16)
     assert form_for(hidden, 1000, 6 * 1000 * 128) == "float32"
     assert form_for(hidden, 1000, 6 * 1000 * 128 - 1) == "same"  # more than one chunk
-    assert form_for(torch.empty(129, 8, dtype=torch.bfloat16), 10, MIB) == "same"
+    wide = torch.empty(129, 4096, dtype=torch.bfloat16, device="meta")
+    assert form_for(wide, 128256, 1 << 30) == "float32"  # 6.8e10 terms
+    assert form_for(wide, 512000, 1 << 30) == "same"
+    assert form_for(wide[:128], 512000, 1 << 30) == "float32"
     assert form_for(hidden.float(), 10, MIB) == "same"
     assert form_for(hidden[:0], 10, MIB) == "same"
     monkeypatch.setattr(_env, "mixed_products", lambda device: False)

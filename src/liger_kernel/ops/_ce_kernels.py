@@ -50,20 +50,16 @@ from liger_kernel.ops._ce_lanes import (
 )
 from liger_kernel.ops._columns import (
     EDGES,
-    MULTIPLE,
     aligned,
     column_flags,
     edges,
     first_column,
-    whole_and_behind,
 )
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import dense
-from liger_kernel.ops._row_parts import board, can_wait, exchange, take_place
+from liger_kernel.ops._row_parts import board, can_wait, exchange, part_of, take_place
 from liger_kernel.ops._schedules import WARPS, Table, card_of, resident
 from liger_kernel.ops._triton import UNFUSED, Launch, planned, tl, triton
-
-_LINE = tl.constexpr(64)  # columns that parts of a row are rounded to
 
 
 class RowStats(NamedTuple):
@@ -251,19 +247,11 @@ def _rows_kernel(
     at_z, before = first_column(row, sZ, EACH, SHIFTED)
     at_out, _ = first_column(row, sOUT, EACH, SHIFTED)
     origin = before
-    whole, behind = whole_and_behind(n_cols, before)
-    if PARTS > 1:
-        # divided and multiplied once more, because a minimum hides from the compiler that both were multiples
-        each = tl.cdiv(tl.cdiv(whole, PARTS), _LINE) * _LINE
-        first = tl.minimum(part * each, whole) // MULTIPLE * MULTIPLE
-        whole = tl.minimum(whole - first, each) // MULTIPLE * MULTIPLE
-        before = tl.where(part == 0, before, 0)
-        behind = tl.where(part == PARTS - 1, behind, 0)
-        origin += first
-        at_z, at_out = at_z + first, at_out + first
-    Z += at_z
+    first, before, whole, behind = part_of(part, n_cols, before, PARTS)
+    origin += first
+    Z += at_z + first
     if OUT is not None:
-        OUT += at_out
+        OUT += at_out + first
     if W is not None:
         W += origin
     lane = tl.arange(0, LANES)[:, None, None]

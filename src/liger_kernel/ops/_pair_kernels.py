@@ -23,14 +23,16 @@ the smaller,
 so that nothing is logged that could be 0 and an offset common to x and y costs no digits: the error
 is relative to L, where m formed from x and y would have one relative to L |m|.
 
-Each program takes one piece of one row. The sums of the pieces are added up in a fixed order. Rows
-whose label is ignore_index are not read and get loss and gradient 0.
+Each program takes one piece of one row, the last one also the few columns that no piece holds
+(`_columns`). The sums of the pieces are added up in a fixed order. Rows whose label is ignore_index
+are not read and get loss and gradient 0.
 """
 # pyright: reportGeneralTypeIssues=false
 
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._columns import EDGES, column_flags, edges, first_column, whole_and_behind
 from liger_kernel.ops._device import LN2, exp, row_base
 from liger_kernel.ops._op import named
 from liger_kernel.ops._triton import block_of, cdiv, launch, tl, triton
@@ -86,35 +88,72 @@ def _element(x, y, parameter, rest, FORM: tl.constexpr):
     return loss, slope
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
-def _pair_kernel(
-    LOSS, DX, X, sX, Y, sY, T, SCALE, UP, sUP_row, sUP_col, n_cols, pieces, ignore_index,
-    parameter, rest, FORM: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _take(
+    LOSS, DX, X, Y, SCALE, UP, sUP_col, row, n_cols, cols, mask, kept, parameter, rest,
+    FORM: tl.constexpr, ELEMENTS: tl.constexpr, SHIFTED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    row = pid // pieces
-    cols = (pid % pieces) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < n_cols
-    counted = mask
-    if T is not None:
-        counted = mask & (tl.load(T + row).to(tl.int64) != ignore_index)
-    x = tl.load(X + row_base(row, sX) + cols, mask=counted, other=0.0).to(tl.float32)
-    y = tl.load(Y + row_base(row, sY) + cols, mask=counted, other=0.0).to(tl.float32)
+    """Some columns of a row -> the sum of their losses, unless these are stored."""
+    counted = mask & kept
+    x = tl.load(X + cols, mask=counted, other=0.0).to(tl.float32)
+    y = tl.load(Y + cols, mask=counted, other=0.0).to(tl.float32)
     loss, slope = _element(x, y, parameter, rest, FORM)
-    if LOSS is not None:
-        loss = tl.where(counted, loss, 0.0)
-        if ELEMENTS:
-            tl.store(LOSS + row_base(row, n_cols) + cols, loss, mask=mask)
-        else:
-            tl.store(LOSS + pid, tl.sum(loss, axis=0))
+    loss = tl.where(counted, loss, 0.0)
+    total = 0.0
+    if ELEMENTS:
+        at, _ = first_column(row, n_cols, EACH, SHIFTED)
+        tl.store(LOSS + at + cols, loss, mask=mask)
+    else:
+        total = tl.sum(loss, axis=0)
     if DX is not None:
         if SCALE is not None:
             slope *= tl.load(SCALE)
         if UP is not None:
-            up = UP + row_base(row, sUP_row) + row_base(cols, sUP_col)
-            slope *= tl.load(up, mask=counted, other=0.0).to(tl.float32)
+            up = tl.load(UP + row_base(cols, sUP_col), mask=counted, other=0.0)
+            slope *= up.to(tl.float32)
         slope = tl.where(counted, slope, 0.0)
-        tl.store(DX + row_base(row, n_cols) + cols, slope.to(DX.dtype.element_ty), mask=mask)
+        at, _ = first_column(row, n_cols, EACH, SHIFTED)  # sooner, it would take registers
+        tl.store(DX + at + cols, slope.to(DX.dtype.element_ty), mask=mask)
+    return total
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _pair_kernel(
+    LOSS, DX, X, sX, Y, sY, T, SCALE, UP, sUP_row, sUP_col, n_cols, pieces, ignore_index,
+    parameter, rest, FORM: tl.constexpr, ELEMENTS: tl.constexpr, RAGGED: tl.constexpr,
+    SHIFTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    row, piece = pid // pieces, pid % pieces
+    at_x, before = first_column(row, sX, EACH, SHIFTED)
+    at_y, _ = first_column(row, sY, EACH, SHIFTED)
+    whole, behind = n_cols, 0
+    if RAGGED:
+        whole, behind = whole_and_behind(n_cols, before)
+    X += at_x
+    Y += at_y
+    if UP is not None:
+        at_up = row_base(row, sUP_row) + row_base(before, sUP_col)
+        if sUP_col == 1:  # the same, as a multiple that the compiler sees
+            at_up, _ = first_column(row, sUP_row, EACH, SHIFTED)
+        UP += at_up
+    kept = True
+    if T is not None:
+        kept = tl.load(T + row).to(tl.int64) != ignore_index
+    cols = piece * BLOCK + tl.arange(0, BLOCK)
+    total = _take(
+        LOSS, DX, X, Y, SCALE, UP, sUP_col, row, n_cols, cols, cols < whole, kept, parameter, rest,
+        FORM, ELEMENTS, SHIFTED, EACH,
+    )  # fmt: skip
+    if RAGGED:
+        few, there = edges(tl.arange(0, EDGES), before, whole, behind)
+        if piece == pieces - 1:  # which is seldom full
+            total += _take(
+                LOSS, DX, X, Y, SCALE, UP, sUP_col, row, n_cols, few, there, kept, parameter, rest,
+                FORM, ELEMENTS, SHIFTED, EACH,
+            )  # fmt: skip
+    if LOSS is not None and not ELEMENTS:
+        tl.store(LOSS + pid, total)
 
 
 # 2 launch
@@ -129,11 +168,16 @@ def _run(
     block = min(block_of(n_cols), _BLOCK)
     pieces = cdiv(n_cols, block)
     strides = (0, 0) if upstream is None else upstream.stride()
-    meta = {"FORM": form, "ELEMENTS": elements, "BLOCK": block}
+    # Columns 16 bytes apart in the narrowest operand are multiples of 16 bytes apart in the others.
+    size = min(x.element_size(), y.element_size())
+    steps = [x.stride(0), y.stride(0), n_cols]
+    if upstream is not None and strides[1] == 1:
+        size, steps = min(size, upstream.element_size()), [*steps, strides[0]]
+    meta = {"FORM": form, "ELEMENTS": elements, **column_flags(n_cols, size, *steps)}
     launch(
         _pair_kernel, (n_rows * pieces,), x.device, loss, dx, x, x.stride(0), y, y.stride(0),
         labels, scale, upstream, *strides, n_cols, pieces, ignore_index, parameter,
-        1.0 - parameter, **meta, num_warps=8 if block > 2048 else 4,
+        1.0 - parameter, **meta, BLOCK=block, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
 
 

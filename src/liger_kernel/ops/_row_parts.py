@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
+from liger_kernel.ops._columns import MULTIPLE, whole_and_behind
 from liger_kernel.ops._schedules import measured_on
 from liger_kernel.ops._triton import tl, triton
 
 COUNTER = tl.constexpr(1)  # words of the board before those of the parts
+_LINE = tl.constexpr(64)  # columns that parts are rounded to
 
 
 @triton.jit
@@ -24,6 +26,23 @@ def take_place(BOARD, PARTS: tl.constexpr):
     """-> row and part of this program."""
     place = tl.atomic_add(BOARD, 1, sem="relaxed").to(tl.int32)
     return place // PARTS, place % PARTS
+
+
+@triton.jit
+def part_of(part, n_cols, before, PARTS: tl.constexpr):
+    """-> a part's first column, and how many of its columns are before those in pieces (`_columns`), in them, behind
+    them.
+    """
+    whole, behind = whole_and_behind(n_cols, before)
+    first = 0
+    if PARTS > 1:
+        # divided and multiplied once more, because a minimum hides from the compiler that both were multiples
+        each = tl.cdiv(tl.cdiv(whole, PARTS), _LINE) * _LINE
+        first = tl.minimum(part * each, whole) // MULTIPLE * MULTIPLE
+        whole = tl.minimum(whole - first, each) // MULTIPLE * MULTIPLE
+        before = tl.where(part == 0, before, 0)
+        behind = tl.where(part == PARTS - 1, behind, 0)
+    return first, before, whole, behind
 
 
 @triton.jit

@@ -101,14 +101,13 @@ def head_cross_entropy(
     form = form_for(hidden, vocab, budget)
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, logits=form)
     wide, wanted = compute_dtype(hidden), Wanted(need_dh, need_dw, need_db)
-    plain = not (label_smoothing or lse_square_scale or want_prediction) and form == "same"
+    plain = form == "same" and not (label_smoothing or lse_square_scale or want_prediction)
     without_logits = plain and exponentials.apply_to(hidden, head, kernels)
-    tokens: Tensor | Counting | None = None
     if form == "same":
         find = valid_tokens_later if without_logits else valid_tokens
         tokens = find(labels, ignore_index, num_valid)
-    else:  # few: cheaper computed for nothing than counted
-        hidden = without_ignored(hidden, target, ignore_index)
+    else:  # quickly computed for nothing, rather than counted
+        tokens, hidden = None, without_ignored(hidden, target, ignore_index)
     scales = functools.cache(
         lambda: factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide)
     )
@@ -131,8 +130,9 @@ def head_cross_entropy(
 
     def gathered(name: str, absent: float = 0) -> Tensor:
         parts = [getattr(stats, name) for stats in found]
-        values = torch.cat(parts) if parts else hidden.new_empty(0, dtype=wide)
-        return placed(values, keep, n, absent)
+        if len(parts) != 1 or reduction == "none":  # else its sum is returned, and nothing aliases
+            parts = [torch.cat(parts) if parts else hidden.new_empty(0, dtype=wide)]
+        return placed(parts[0], keep, n, absent)
 
     def reduced(each: Tensor, wanted: bool) -> Tensor:
         if not wanted:
@@ -142,12 +142,11 @@ def head_cross_entropy(
     correct = gathered("correct") if want_accuracy else hidden.new_empty(0, dtype=wide)
     if want_accuracy and reduction != "none":
         correct = correct * denominators(labels, None, ignore_index, "mean", vocab, wide)[0]
-    predicted = (
-        gathered("predicted", -1).view(target.shape) if want_prediction else labels.new_empty(0)
-    )
+    predicted = gathered("predicted", -1) if want_prediction else labels.new_empty(0)
     z = gathered("z") if want_z else correct
     return (
-        reduced(gathered("loss"), True), reduced(z, want_z), reduced(correct, want_accuracy), predicted,
+        reduced(gathered("loss"), True), reduced(z, want_z), reduced(correct, want_accuracy),
+        predicted.view(target.shape if want_prediction else -1),
         *(hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)),
     )  # fmt: skip
 

@@ -7,8 +7,8 @@ Backward   dx = y * (dy - sum(dy * y))
 Casts   fp32 throughout, one rounding at the end. Entries of -inf get 0; a row of nothing else, or one that holds NaN or
         +inf, is NaN, as in eager PyTorch.
 Memory  forward reads x once and writes y, which is all that is kept; backward reads dy and y once and writes dx. Rows
-        too wide for registers are visited twice: forwards for maximum and sum, which every thread keeps for itself
-        until the row ends, then backwards, so that what was read last is still in L2.
+        too wide for registers, or beginning on no multiple of 16 bytes, are visited twice, the second time from L2
+        (`_softmax_kernels`), with 8 bytes for each of the programs that share one.
 Paper   Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867
 """
 # pyright: reportGeneralTypeIssues=false
@@ -19,16 +19,23 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
+from liger_kernel.ops._columns import column_flags
 from liger_kernel.ops._device import exp, row_base
 from liger_kernel.ops._op import Cost, Op, first_order, like, named, spaced
+from liger_kernel.ops._row_parts import board
 from liger_kernel.ops._schedules import SM_WARPS, TILE, Entry, Table, card_of, fits_tile
+from liger_kernel.ops._softmax_kernels import (
+    BACKWARD,
+    FORWARD,
+    backward_wide_kernel,
+    forward_wide_kernel,
+    wide,
+)
 from liger_kernel.ops._triton import Launch, block_of, cdiv, planned, tl, triton
 
 _MAX_BLOCK = 32768  # columns a program holds in registers, forward
 _MAX_BYTES = 65536  # the same in backward, bytes of each of its two operands
-_LANES, _RUN, _RUNS = 1024, 8, 2  # wider rows: threads, columns side by side of each, times as many
-_WIDE_BLOCK = 8192  # columns visited at a time by backward there
-_WIDE_WARPS = 32
+_MIN_SHIFTED = 2048  # columns of rows that begin on no multiple of 16 bytes, from which on they are visited twice
 _RESERVE = 4096  # bytes of shared memory that reductions may take beside the pipeline
 
 
@@ -80,36 +87,6 @@ def _forward_kernel(
 
 
 @triton.jit
-def _forward_wide_kernel(
-    Y, X, sX_row, n_rows, n_cols, LANES: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr
-):
-    """Lane l reads RUNS runs of RUN neighbouring columns of each piece, and pays one exponential more for them all."""
-    PIECE: tl.constexpr = RUNS * LANES * RUN
-    run = tl.arange(0, LANES)[:, None, None] + tl.arange(0, RUNS)[None, :, None] * LANES
-    lane = run * RUN + tl.arange(0, RUN)[None, None, :]
-    pieces = tl.cdiv(n_cols, PIECE)
-    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
-        x_row, y_row = X + row_base(row, sX_row), Y + row_base(row, n_cols)
-        top = tl.full((LANES,), float("-inf"), tl.float32)
-        total = tl.zeros((LANES,), tl.float32)
-        for piece in range(pieces):
-            cols = piece * PIECE + lane
-            x = tl.load(x_row + cols, mask=cols < n_cols, other=float("-inf")).to(tl.float32)
-            peak = tl.maximum(top, tl.max(tl.max(x, axis=2), axis=1))
-            base = tl.where(peak == float("-inf"), 0.0, peak)
-            added = tl.sum(tl.sum(exp(x - base[:, None, None]), axis=2), axis=1)
-            total = total * exp(top - base) + added
-            top = peak
-        peak = tl.max(top, axis=0)
-        scale = 1.0 / tl.sum(total * exp(top - peak), axis=0)
-        for piece in range(pieces):
-            cols = (pieces - 1 - piece) * PIECE + lane
-            x = tl.load(x_row + cols, mask=cols < n_cols, other=float("-inf")).to(tl.float32)
-            y = exp(x - peak) * scale
-            tl.store(y_row + cols, y.to(Y.dtype.element_ty), mask=cols < n_cols)
-
-
-@triton.jit
 def _backward_kernel(
     DX, DY, Y, sDY_row, sY_row, n_rows, n_cols,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -128,57 +105,52 @@ def _backward_kernel(
         tl.store(at_dx, dx.to(DX.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _backward_wide_kernel(
-    DX, DY, Y, sDY_row, sY_row, n_rows, n_cols, BLOCK: tl.constexpr
-):  # fmt: skip
-    lane = tl.arange(0, BLOCK)
-    pieces = tl.cdiv(n_cols, BLOCK)
-    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
-        dx_row, dy_row, y_row = (
-            DX + row_base(row, n_cols), DY + row_base(row, sDY_row), Y + row_base(row, sY_row)
-        )  # fmt: skip
-        dots = tl.zeros((BLOCK,), tl.float32)
-        for piece in range(pieces):
-            cols = piece * BLOCK + lane
-            dy = tl.load(dy_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            dots += dy * tl.load(y_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        dot = tl.sum(dots, axis=0)
-        for piece in range(pieces):
-            cols = (pieces - 1 - piece) * BLOCK + lane
-            dy = tl.load(dy_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            y = tl.load(y_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            dx = y * (dy - dot)
-            tl.store(dx_row + cols, dx.to(DX.dtype.element_ty), mask=cols < n_cols)
-
-
 # 3 launch
 
 
+def forward_bytes(n_cols: int, itemsize: int, *steps: int) -> int:
+    """What is read of a row that is visited twice, of others 0; steps: from row to row of what is read."""
+    twice = block_of(n_cols) > _MAX_BLOCK or _begins_anywhere(n_cols, itemsize, *steps)
+    return n_cols * itemsize if twice else 0
+
+
+def backward_bytes(n_cols: int, itemsize: int, *steps: int) -> int:
+    """The same in backward."""
+    twice = block_of(n_cols) * itemsize > _MAX_BYTES or _begins_anywhere(n_cols, itemsize, *steps)
+    return 2 * n_cols * itemsize if twice else 0
+
+
+def _begins_anywhere(n_cols: int, itemsize: int, *steps: int) -> bool:
+    """Whether a second visit is cheaper than accesses of one element each."""
+    return n_cols >= _MIN_SHIFTED and column_flags(n_cols, itemsize, n_cols, *steps)["SHIFTED"]
+
+
 @planned
-def _forward(device: torch.device, itemsize: int, n_rows: int, n_cols: int, x_step: int) -> Launch:
+def _forward(
+    device: torch.device, itemsize: int, n_rows: int, n_cols: int, x_step: int
+) -> tuple[Launch, int]:
+    """-> launch, and how many programs share a row, 0 where registers hold it."""
+    if size := forward_bytes(n_cols, itemsize, x_step):
+        given = device, itemsize, n_rows, n_cols, x_step
+        return wide(forward_wide_kernel, FORWARD, size, *given)
     numbers, block = (x_step, n_rows, n_cols), block_of(n_cols)
-    if block > _MAX_BLOCK:
-        programs, warps = _wide(device, n_rows)
-        meta = {"LANES": _LANES, "RUN": _RUN, "RUNS": _RUNS, "num_warps": warps}
-        return Launch(_forward_wide_kernel, (programs,), device, *numbers, **meta)
     entry = _FORWARD.choose(block, itemsize, card_of(device))
     programs, meta = _narrow(device, entry, block, block * itemsize, n_rows)
-    return Launch(_forward_kernel, (programs,), device, *numbers, **meta)
+    return Launch(_forward_kernel, (programs,), device, *numbers, **meta), 0
 
 
 @planned
 def _backward(
     device: torch.device, itemsize: int, n_rows: int, n_cols: int, dy_step: int, y_step: int
-) -> Launch:  # fmt: skip
+) -> tuple[Launch, int]:
+    """-> as `_forward`."""
+    if size := backward_bytes(n_cols, itemsize, dy_step, y_step):
+        given = device, itemsize, n_rows, n_cols, dy_step, y_step
+        return wide(backward_wide_kernel, BACKWARD, size, *given)
     numbers, block = (dy_step, y_step, n_rows, n_cols), block_of(n_cols)
-    if block * itemsize > _MAX_BYTES:
-        programs, warps = _wide(device, n_rows)
-        meta = {"BLOCK": _WIDE_BLOCK, "num_warps": warps}
-        return Launch(_backward_wide_kernel, (programs,), device, *numbers, **meta)
     entry = _BACKWARD.choose(block, itemsize, card_of(device))
     programs, meta = _narrow(device, entry, block, 2 * block * itemsize, n_rows)
-    return Launch(_backward_kernel, (programs,), device, *numbers, **meta)
+    return Launch(_backward_kernel, (programs,), device, *numbers, **meta), 0
 
 
 def _narrow(
@@ -195,12 +167,6 @@ def _narrow(
     return programs, meta
 
 
-def _wide(device: torch.device, n_rows: int) -> tuple[int, int]:
-    """One program an SM: the rows under way, of 128k columns too, stay in L2 between their two visits."""
-    info = _env.device_info(device)
-    return min(n_rows, info.sm_count), min(_WIDE_WARPS, info.max_warps)
-
-
 def _fake_forward(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -210,7 +176,11 @@ def softmax_forward_kernel(x: Tensor) -> Tensor:
     """-> y like x, contiguous."""
     n_rows, n_cols, y = x.shape[:-1].numel(), x.shape[-1], like(x)
     x, step = spaced(x)
-    _forward(x.device, x.element_size(), n_rows, n_cols, step)(y, x)
+    run, parts = _forward(x.device, x.element_size(), n_rows, n_cols, step)
+    if parts:
+        run(board(x.device, n_rows, parts), y, x)
+    else:
+        run(y, x)
     return y
 
 
@@ -224,7 +194,11 @@ def softmax_backward_kernel(dy: Tensor, y: Tensor) -> Tensor:
     n_rows, n_cols, dx = y.shape[:-1].numel(), y.shape[-1], like(y)
     dy, dy_step = spaced(dy)
     y, y_step = spaced(y)
-    _backward(y.device, y.element_size(), n_rows, n_cols, dy_step, y_step)(dx, dy, y)
+    run, parts = _backward(y.device, y.element_size(), n_rows, n_cols, dy_step, y_step)
+    if parts:
+        run(board(y.device, n_rows, parts), dx, dy, y)
+    else:
+        run(dx, dy, y)
     return dx
 
 

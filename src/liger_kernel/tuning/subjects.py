@@ -165,6 +165,16 @@ def _cross_entropy(table: str, mode: str) -> Subject:
     )  # fmt: skip
 
 
+def _wide_softmax(mode: str, bytes_of: Callable[[int, int], int], *widths: int) -> Subject:
+    """Rows that registers do not hold; of others this table is not asked."""
+    table, op = TABLES[f"softmax.{mode}_wide"], softmax
+
+    def size(width: int, itemsize: int) -> int:
+        return bytes_of(width, itemsize) or table.widest + 1
+
+    return Subject(table, op.softmax, op.reference, _one, ("x",), mode, widths, size, _LOGITS)
+
+
 SUBJECTS = [
     *_rows_of(rms_norm, _norm, "x", "weight"),
     *_rows_of(fused_add_rms_norm, _added, "x", "residual", "weight"),
@@ -174,6 +184,8 @@ SUBJECTS = [
     *_rows_of(poly_norm, _poly, "x", "weight", "bias"),
     *_rows_of(attn_res, _blocks, "V", "w_query", "w_norm", elements=_ELEMENTS // _BLOCKS),
     *_rows_of(softmax, _one, "x"),
+    _wide_softmax(FORWARD, softmax.forward_bytes, 65536, 131072, 151936, 262144),
+    _wide_softmax(BACKWARD, softmax.backward_bytes, 49152, 65536, 131072, 262144),
     *_rows_of(group_norm, _image, "x", "weight", "bias", given={"num_groups": _GROUPS}),
     _cross_entropy("gradient", BOTH),
     _cross_entropy("loss", FORWARD),

@@ -29,7 +29,9 @@ from liger_kernel.ops.head.logits import Logits, accumulate, product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
 
-_FEW = 128  # tokens whose products take as long as an accelerator takes to read the weight
+# Tokens whose products take as long as an accelerator takes to read the weight; and terms of a product, tokens x
+# classes x width, that take less of its time than the launches of the way without logits take of a host's (2 ms).
+_FEW, _QUICK = 128, 1 << 37
 RowKernel = Callable[..., Any]
 
 
@@ -62,12 +64,13 @@ class Gradients:
 
 
 def form_for(hidden: Tensor, vocab: int, budget: int) -> str:
-    """How logits of 16-bit hidden `[*, H]` are kept where nobody says: those of few tokens in fp32, if the budget holds
-    them and their gradient. They are as exact as the way without logits, which takes more launches.
+    """How logits of 16-bit hidden `[*, H]` are kept where nobody says: few or quickly made ones in fp32, if the budget
+    holds them and their gradient. They are as exact as the way without logits, which takes more launches.
     """
     tokens = hidden.shape[:-1].numel() if hidden.element_size() == 2 else 0
-    few = 0 < tokens <= _FEW and 6 * vocab * tokens <= budget
-    return "float32" if few and _env.mixed_products(hidden.device) else "same"
+    few = 0 < tokens <= max(_FEW, _QUICK // (vocab * hidden.shape[-1]))
+    fits = 6 * vocab * tokens <= budget
+    return "float32" if few and fits and _env.mixed_products(hidden.device) else "same"
 
 
 def alignment(device: torch.device) -> int:

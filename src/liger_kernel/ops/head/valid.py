@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
-from liger_kernel.ops._op import dense
-from liger_kernel.ops._triton import launch, tl, triton
+from liger_kernel.ops._device import row_base
+from liger_kernel.ops._op import dense, like
+from liger_kernel.ops._triton import AVAILABLE, Launch, block_of, cdiv, launch, planned, tl, triton
 
 _WORTH_DROPPING = 0.98  # gather only when fewer than this share of the tokens is valid
 _BLOCK, _WARPS = 4096, 16  # of the one program that counts
+_ROW = 4096  # columns of a program that copies
 
 
 def valid_tokens(target: Tensor, ignore_index: int, num_valid: int | None) -> Tensor | None:
@@ -42,8 +44,13 @@ def valid_tokens_later(
 
 def without_ignored(hidden: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """hidden `[*, H]` with zeros where target `[*]` is ignored: what stands there (NaN, say) reaches no product."""
-    counts = (target != ignore_index).view(hidden.shape[:-1])
-    return torch.where(counts.unsqueeze(-1), hidden, 0.0)
+    if not (AVAILABLE and _env.triton_runs_on(hidden.device.type)):
+        counts = (target != ignore_index).view(hidden.shape[:-1])
+        return torch.where(counts.unsqueeze(-1), hidden, 0.0)
+    x, kept = dense(hidden), like(hidden)
+    tokens, width = x.shape[:-1].numel(), x.shape[-1]
+    _without(x.device, tokens, width, ignore_index)(kept, x, dense(target))
+    return kept
 
 
 class Counting:
@@ -81,6 +88,23 @@ def _sent(value: Tensor) -> Callable[[], int]:
         return int(host)
 
     return wait
+
+
+@planned
+def _without(device: torch.device, tokens: int, width: int, ignore_index: int) -> Launch:
+    block = min(block_of(width), _ROW)
+    grid = (tokens, cdiv(width, block))
+    return Launch(_without_kernel, grid, device, width, ignore_index, BLOCK=block, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _without_kernel(KEPT, X, T, width, ignore_index, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    counts = tl.load(T + row).to(tl.int64) != ignore_index
+    at = row_base(row, width) + cols
+    x = tl.load(X + at, mask=(cols < width) & counts, other=0.0)
+    tl.store(KEPT + at, x, mask=cols < width)
 
 
 @triton.jit(do_not_specialize=["n", "ignore_index"])
