@@ -34,7 +34,7 @@ from liger_kernel.chunked_loss.grpo_objectives import (
     token_weights,
 )
 from liger_kernel.chunked_loss.preference import check_reference_slice
-from liger_kernel.ops._op import compute_dtype, require
+from liger_kernel.ops._op import compute_dtype, once, require
 from liger_kernel.ops.head.objective import Tokens, fused_linear_objective
 
 __all__ = [
@@ -130,7 +130,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
             return samples(attention_mask, weights, *known, dtype)
 
         head["process_group"] = group
-        loss, sums = _through_head(_input, weight, bias, targets, _once(given), options, head)
+        loss, sums = _through_head(_input, weight, bias, targets, once(given), options, head)
         found = metrics(sums, attention_mask, options)
         return loss, (*found, _counts(attention_mask)) if return_count else found
 
@@ -191,24 +191,12 @@ def _counts(mask: Tensor) -> Tensor:
     return torch.stack([torch.full_like(tokens, mask.shape[0]), tokens])
 
 
-def _once(make: Callable[[], Samples]) -> Callable[[], Samples]:
-    """What `make` returns, made at the first call. (torch.compile does not trace `functools.cache`.)"""
-    made: list[Samples] = []
-
-    def get() -> Samples:
-        if not made:
-            made.append(make())
-        return made[0]
-
-    return get
-
-
 def _through_head(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, given: Callable[[], Samples],
     options: GRPOOptions, head: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, and the sums of `share`, through the engine; given is asked for when its first product is under way."""
-    every = _once(lambda: given().flat())
+    every = once(lambda: given().flat())
 
     def objective(tokens: Tokens) -> tuple[Tensor, Tensor]:
         logp, entropy = tokens.logp, tokens.entropy

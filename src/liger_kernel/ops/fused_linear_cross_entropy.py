@@ -16,7 +16,6 @@ Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: 
         rounding of 16-bit logits. torch.float32 rounds once and takes 4 V H bytes more while it runs.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,16 @@ from liger_kernel.ops import cross_entropy as ce
 from liger_kernel.ops._ce_batch import denominators, factors
 from liger_kernel.ops._ce_kernels import ce_rows
 from liger_kernel.ops._ce_torch import ce_rows_torch
-from liger_kernel.ops._op import Cost, Op, compute_dtype, first_order, is_dtensor, named, require
+from liger_kernel.ops._op import (
+    Cost,
+    Op,
+    compute_dtype,
+    first_order,
+    is_dtensor,
+    named,
+    once,
+    require,
+)
 from liger_kernel.ops._scale import scale_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head import exponentials
@@ -108,9 +116,7 @@ def head_cross_entropy(
         tokens = find(labels, ignore_index, num_valid)
     else:  # quickly computed for nothing, rather than counted
         tokens, hidden = None, without_ignored(hidden, target, ignore_index)
-    scales = functools.cache(
-        lambda: factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide)
-    )
+    scales = once(lambda: factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide))
     each = None if upstream is None else upstream.reshape(-1).expand(n)
     call: dict[str, Any] = {"keep": tokens, "budget": budget, "accum_dtype": accum_dtype}
     if without_logits:

@@ -18,7 +18,6 @@ Around  a layer, as LoRA has it, y = layer(x) gives dx a second term. `low_rank_
 Paper   Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from liger_kernel.ops._op import (
     first_order,
     like,
     named,
+    no_autocast,
     require,
     spaced,
 )
@@ -44,7 +44,6 @@ from liger_kernel.ops._triton import Launch, block_of, cdiv, planned
 
 _NAME = "low_rank_update"
 _MOST = 256  # ranks that a program holds
-_NOTHING = contextlib.nullcontext()
 
 # 1 reference
 
@@ -59,7 +58,7 @@ def reference(
         seed = _dropout.drawn(x) if seed is None else seed
         kept = _dropout.mask(seed, x.shape[:-1].numel(), x.shape[-1], dropped)
         wide = wide * kept.view(x.shape) * _dropout.factor(dropped)
-    with _NOTHING if kind == "meta" else torch.autocast(kind, enabled=False):
+    with no_autocast(kind):
         low_rank = (wide @ A.to(dtype).t()) @ B.to(dtype).t()
     return (y.to(dtype) + scale * low_rank).to(y.dtype)
 

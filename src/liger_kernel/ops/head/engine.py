@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
-from liger_kernel.ops._op import compute_dtype, rows
+from liger_kernel.ops._op import compute_dtype, no_autocast, rows
 from liger_kernel.ops.head.logits import Logits, accumulate, product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
@@ -128,7 +128,7 @@ def run(
         cast.weight, cast.bias, head.logits, longest, todo.row_stride, wanted.any, up
     )  # fmt: skip
     found: list[Any] = []
-    with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
+    with no_autocast(h.device.type), _env.exact_products(h.device):
         for start, stop in cuts:
             index = None if keep is None else keep[start:stop]
             x, y, d = (

@@ -23,7 +23,7 @@ from liger_kernel.ops import _head_exp_kernels as kernels
 from liger_kernel.ops._descriptors import TensorDescriptor, aligned, pays
 from liger_kernel.ops._dot import precision
 from liger_kernel.ops._logp_kernels import transform_of
-from liger_kernel.ops._op import rows
+from liger_kernel.ops._op import no_autocast, rows
 from liger_kernel.ops._triton import block_of, cdiv, launch
 from liger_kernel.ops.head.engine import Gradients, Sums, Wanted, part
 from liger_kernel.ops.head.logits import accumulate, product
@@ -109,7 +109,7 @@ def run(
     longest = max((stop - start for start, stop in cuts), default=0)
     chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, hits, h)
     found: list[Any] = []
-    with torch.autocast(h.device.type, enabled=False), _env.exact_products(h.device):
+    with no_autocast(h.device.type), _env.exact_products(h.device):
         if counting is not None:
             first, keep, n = _first(chunk, sums, h, counting, per_token, longest)
             found, cuts = [first], cuts_of(min(longest, n), n, longest)
