@@ -193,16 +193,16 @@ def _fits(operands: int, size: int, warps: int, runs: int, programs: int, parts:
 
 
 # bytes of what is read of a row -> warps of the program that takes it, runs of a piece, how many programs an SM is to
-# hold at a time (0: the compiler's choice), and how many share a row. Measured on H200 at 8,191, 65,536 and 131,072
-# columns in bf16; others by analogy.
+# hold at a time (0: the compiler's choice), and how many share a row. Measured on H200 at 2,049, 4,095, 8,191, 65,536
+# and 131,072 columns in bf16; others by analogy.
 _FIELDS = {"warps": WARPS, "runs": (2, 4), "programs": (0, 2, 3, 4), "parts": (1, 2, 4, 8)}
 FORWARD = Table("softmax.forward_wide", _FIELDS, {
-    8 << 10: (2, 2, 0, 1), 32 << 10: (4, 4, 4, 1), 112 << 10: (8, 4, 3, 1),
+    8 << 10: (2, 4, 0, 1), 32 << 10: (4, 4, 4, 1), 112 << 10: (8, 4, 3, 1),
     208 << 10: (16, 4, 2, 1), 272 << 10: (8, 4, 4, 4), 384 << 10: (8, 4, 3, 4), 1 << 20: (8, 4, 4, 8),
 }, functools.partial(_fits, 1))  # fmt: skip
 # Two operands: half the runs of each. They take fewer registers than they are granted, so that an SM may hold five
 # programs of 8 warps where four are asked for.
 BACKWARD = Table("softmax.backward_wide", {**_FIELDS, "runs": (1, 2, 4), "parts": (1, 2, 4, 8, 16)}, {
-    16 << 10: (2, 2, 0, 1), 112 << 10: (8, 2, 3, 1),
-    208 << 10: (16, 2, 2, 1), 272 << 10: (8, 2, 4, 8), 512 << 10: (8, 4, 2, 4), 1 << 20: (8, 4, 2, 8),
+    12 << 10: (4, 1, 0, 1), 16 << 10: (4, 2, 4, 1), 112 << 10: (8, 2, 3, 1),
+    208 << 10: (16, 2, 2, 1), 272 << 10: (8, 2, 4, 8), 512 << 10: (8, 4, 3, 8), 1 << 20: (8, 4, 2, 8),
 }, functools.partial(_fits, 2))  # fmt: skip
