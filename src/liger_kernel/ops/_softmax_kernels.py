@@ -204,5 +204,5 @@ FORWARD = Table("softmax.forward_wide", _FIELDS, {
 # programs of 8 warps where four are asked for.
 BACKWARD = Table("softmax.backward_wide", {**_FIELDS, "runs": (1, 2, 4), "parts": (1, 2, 4, 8, 16)}, {
     12 << 10: (4, 1, 0, 1), 16 << 10: (4, 2, 4, 1), 112 << 10: (8, 2, 3, 1),
-    208 << 10: (16, 2, 2, 1), 272 << 10: (8, 2, 4, 8), 512 << 10: (8, 4, 3, 8), 1 << 20: (8, 4, 2, 8),
+    208 << 10: (16, 2, 2, 1), 272 << 10: (8, 2, 4, 8), 512 << 10: (8, 4, 2, 4), 1 << 20: (8, 4, 2, 8),
 }, functools.partial(_fits, 2))  # fmt: skip
