@@ -8,7 +8,8 @@ Three matrix products: for "mean" and "sum" the gradients dh and dW are made in 
 upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before rounding.
 
 On Hopper bf16 losses without smoothing, z-loss and predicted tokens take products whose epilogue is the softmax
-(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none. A hundred tokens' are kept in fp32.
+(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none. With a gradient, those of a hundred
+tokens, or quickly made ones, are kept in fp32 (`form_for`), where products can write it.
 
 Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within
         `memory_budget`, by default 0.5 % of device memory within 128..640 MiB (64 MiB on a CPU).
@@ -17,6 +18,7 @@ Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,12 +108,14 @@ def head_cross_entropy(
     upstream: gradient of the loss as given, scalar or `[N]`; None for 1.
     """
     labels, vocab, n = target.reshape(-1), weight.shape[0], target.numel()
-    form = form_for(hidden, vocab, budget)
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, logits=form)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
     wide, wanted = compute_dtype(hidden), Wanted(need_dh, need_dw, need_db)
-    plain = form == "same" and not (label_smoothing or lse_square_scale or want_prediction)
+    plain = not (label_smoothing or lse_square_scale or want_prediction)
     without_logits = plain and exponentials.apply_to(hidden, head, kernels)
-    if form == "same":
+    if wanted.any or not without_logits:  # a loss alone keeps no logits
+        head = replace(head, logits=form_for(hidden, vocab, budget))
+    without_logits = without_logits and head.logits == "same"
+    if head.logits == "same":
         find = valid_tokens_later if without_logits else valid_tokens
         tokens = find(labels, ignore_index, num_valid)
     else:  # quickly computed for nothing, rather than counted

@@ -9,8 +9,8 @@ A low-rank term (LoRA), z += d U^T with d `[N, r]` and U `[V, r]`, is one more n
     z = d U^T + b first  dd = dz U           dU += dz^T d  summed in fp32
 
 Ignored tokens are dropped before the first product: supervised batches mask 30-80 % of their
-labels. The count of what is left is the one value the host waits for; a hint (`num_valid`), a
-captured CUDA graph or a batch without ignored tokens skips it.
+labels. The count of what is left is the one value the host waits for (`head.valid`); a hint (`num_valid`) or a
+captured CUDA graph skips it.
 
 With a head whose rows lie on several ranks (`head.shard`) the row kernel sees a slice of the columns, dW and dU stay
 here; dh and dd are summed over the ranks, in fp32, under the products that make dW and dU.

@@ -9,6 +9,7 @@ For losses of the targets' log-probabilities alone. Formulas: `ops._head_exp_ker
     dh = f (E' W)            another product of ours
 
 against product, row kernel, two products of `head.engine`: one read and one write of the chunk less, and fp32 logits.
+The first chunk's product needs no count of the tokens (`head.valid`): those that there are not have E = 0.
 """
 
 import math
