@@ -27,7 +27,7 @@ from liger_kernel.ops._logp_kernels import transform_of
 from liger_kernel.ops._op import no_autocast, rows
 from liger_kernel.ops._triton import block_of, cdiv, launch
 from liger_kernel.ops.head.engine import Gradients, Sums, Wanted, part
-from liger_kernel.ops.head.logits import accumulate, product
+from liger_kernel.ops.head.logits import product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, chunked, cuts_of
 from liger_kernel.ops.head.valid import Counting
@@ -292,9 +292,8 @@ class _Chunk:
         tiles, sms = m_blocks * n_blocks, _env.device_info(self.device).sm_count
         if tiles <= _BUSY * cdiv(tiles, sms) * sms:  # also where no token is left
             # out may be the first that lies behind
-            wide = _carved(_wide(self.behind(self.n)[out.numel() :]), tuple(out.shape))[0]
-            accumulate(wide, self.exps, self.head.weight, first=True)
-            torch.mul(wide, f[:, None], out=out)
+            room, _ = _carved(_wide(self.behind(self.n)[out.numel() :]), tuple(out.shape))
+            torch.mul(product(self.exps, self.head.weight, f.dtype, room), f[:, None], out=out)
             return
         launch(
             kernels.back_kernel, self._grid(tiles), self.device, _tiled(out, "BM", "BN"), _tiled(self.exps, "BM", "BK"),

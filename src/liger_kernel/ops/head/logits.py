@@ -91,10 +91,10 @@ class Logits:
         return z.to(x.dtype)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in another dtype, rounded once where the device can."""
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
+    """a @ b in another dtype, rounded once where the device can, then in `room` if there is some."""
     if dtype != a.dtype and _env.mixed_products(a.device):
-        return torch.mm(a, b, out_dtype=dtype)
+        return torch.mm(a, b, out_dtype=dtype, out=room)
     return torch.mm(a, b).to(dtype)
 
 
