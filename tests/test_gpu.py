@@ -226,3 +226,25 @@ def test_token_counts_do_not_multiply_kernels(device):
         loss = fused_linear_cross_entropy(rms_norm(x, weight), head, target).loss
         torch.autograd.grad(loss, (x, head))
     assert len(_triton._compiled) - before <= 24
+
+
+@pytest.mark.skipif(_env.device_count(_env.infer_device()) < 2, reason="needs a second device")
+def test_tokens_are_counted_on_a_device_that_is_not_current(device):
+    """While it is busy, so that nothing but waiting for it gives the number of tokens."""
+    other = torch.device(device.type, (device.index or 0) + 1)
+    hidden = torch.randn(4096, 1024, dtype=torch.bfloat16, device=other).requires_grad_()
+    weight = (0.02 * torch.randn(50304, 1024, device=other)).bfloat16().requires_grad_()
+    busy = torch.randn(8192, 8192, device=other)
+    for share in (3, 2, 5):  # a number that is left over would be another batch's
+        target = torch.randint(50304, (4096,), device=other)
+        target[::share] = -100
+        for _ in range(4):
+            busy = busy @ busy * 1e-4
+        loss = fused_linear_cross_entropy(hidden, weight, target).loss
+        grads = torch.autograd.grad(loss, (hidden, weight))
+        logits = hidden.detach().float() @ weight.detach().float().t()
+        torch.testing.assert_close(
+            loss.detach(), torch.nn.functional.cross_entropy(logits, target), atol=1e-4, rtol=1e-4
+        )
+        assert not grads[0][target == -100].any()
+        assert grads[0][target != -100].any(1).all()

@@ -127,14 +127,8 @@ def run(
             found.append(result)
             if wanted.any:
                 assert a is not None
-                _add(
-                    sums,
-                    chunk,
-                    a,
-                    _carved(free, x.shape)[0] if room is None else room,
-                    start,
-                    index,
-                )
+                room = _carved(free, x.shape)[0] if room is None else room
+                _add(sums, chunk, a, room, start, index)
         return found, sums.finish()
 
 

@@ -79,9 +79,10 @@ def _sent(value: Tensor) -> Callable[[], int]:
     if value.device.type == "cpu":
         return lambda: int(value)
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    host.copy_(value, non_blocking=True)
-    arrived = _env.memory_module(value.device).Event()
-    arrived.record()
+    with _env.on_device(value.device):  # whose stream the event must be recorded on
+        host.copy_(value, non_blocking=True)
+        arrived = _env.memory_module(value.device).Event()
+        arrived.record()
 
     def wait() -> int:
         arrived.synchronize()
