@@ -37,7 +37,7 @@ from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.head.rows import RowMath
 from liger_kernel.ops.head.shard import VocabShard, local_head
-from liger_kernel.ops.head.valid import valid_tokens
+from liger_kernel.ops.head.valid import Counting, valid_tokens, valid_tokens_later
 
 
 @dataclass
@@ -92,12 +92,12 @@ def _pass(
     num_valid: int | None, kernels: bool, wanted: Wanted, into: Tensor | None = None,
 ) -> tuple[list[Any], Gradients, Tensor | None]:  # fmt: skip
     """Statistics of every kept token, or the gradients under `upstream` (of logp, entropy, selected)."""
-    keep = valid_tokens(labels, ignore_index, num_valid)
     call: dict[str, Any] = {
-        "keep": keep, "budget": budget, "accum_dtype": accum_dtype, "targets": labels, "into": into,
+        "budget": budget, "accum_dtype": accum_dtype, "targets": labels, "into": into,
     }  # fmt: skip
     more = want_entropy or want_argmax or ids is not None or (upstream and upstream[1] is not None)
     if not more and exponentials.apply_to(hidden, head, kernels):
+        tokens = valid_tokens_later(labels, ignore_index, num_valid)
 
         def per_token(known: exponentials.Targets, *place: Any) -> tuple[Any, Tensor | None]:
             logp = known.logp
@@ -106,9 +106,11 @@ def _pass(
             a = upstream[0]
             return None, logp.new_zeros(logp.shape) if a is None else part(a, *place)
 
-        return *exponentials.run(
-            hidden, head, per_token, wanted, ignore_index=ignore_index, **call
-        ), keep
+        found, grads = exponentials.run(
+            hidden, head, per_token, wanted, ignore_index=ignore_index, keep=tokens, **call
+        )
+        return found, grads, tokens.kept() if isinstance(tokens, Counting) else tokens
+    keep = valid_tokens(labels, ignore_index, num_valid)
     math = RowMath.of(head, ignore_index, kernels)
 
     def per_row(
@@ -132,7 +134,7 @@ def _pass(
         math.add_columns(out, ids, s * columns[1])
         return None
 
-    return *run(hidden, head, per_row, wanted, **call), keep
+    return *run(hidden, head, per_row, wanted, keep=keep, **call), keep
 
 
 def _fake_forward(hidden, weight, target, bias, down, up, ids, *rest):
