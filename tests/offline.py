@@ -82,6 +82,7 @@ _SHAPES: dict[str, Iterable[tuple[int, ...]]] = {
     "multi_token_attention sparse": [(1, 2, length, length) for length in _WIDTHS],
     "qwen2vl_mrope": [(1, 28, 4, 64, 128)],
     "rms_norm": [(n, width) for n in (1025, 2) for width in _WIDTHS],
+    "softmax": [*_BY_WIDTH, (2, 131072), (2, 131085)],
     "rope": [(1, 32, 8, 64, 64), (1, 32, 8, 64, 128), (1, 16, 8, 64, 256)],
     "rope partial": [(1, 32, 8, 64, 128)],
     "tvd": [(2, size) for size in _VOCABULARIES],
