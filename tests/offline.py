@@ -260,9 +260,8 @@ def launches(target: str, full: bool) -> dict[str, list[Launch]]:
         for real, case, dtype in itertools.product((True, False), _rows(), DTYPES):
             if dtype in case.dtypes:
                 _record(case, dtype, full, real)
-        for real, dtype in itertools.product(
-            (True, False), DTYPES
-        ):  # before products that write fp32
+        # what comes before products that write fp32
+        for real, dtype in itertools.product((True, False), DTYPES):
             few = torch.empty(4, 4096 if real else 8, dtype=dtype)
             valid.without_ignored(few, torch.empty(4, dtype=torch.int64), 0)
     return {name: list(some.values()) for name, some in found.items()}

@@ -234,12 +234,11 @@ def test_hits(far, device):
     assert torch.equal(torch.cat(found).bool(), targets == best)
 
 
-def _counted(device, masked, budget, dh=True, n=N):
+def _counted(device, masked, budget, dh=True):
     """Gradients of tokens that are still being counted, and of tokens that are known."""
     hidden, weight, targets, _ = _batch(device)
-    hidden, targets = hidden[:n], targets[:n]
     targets[:] = torch.where(targets == IGNORE, 1, targets)
-    targets[masked[:n]] = IGNORE
+    targets[masked] = IGNORE
     hidden[targets == IGNORE] = float("nan")
     a = torch.linspace(-1, 2, N, device=device)
     wanted = Wanted(dh, True)
@@ -248,7 +247,7 @@ def _counted(device, masked, budget, dh=True, n=N):
     counting = Counting(targets, IGNORE)
     got = _run(hidden, weight, targets, keep=counting, wanted=wanted, upstream=a, budget=budget)
     kept = counting.kept()
-    assert torch.equal(keep, torch.arange(n, device=device) if kept is None else kept)
+    assert torch.equal(keep, torch.arange(N, device=device) if kept is None else kept)
     return got, want
 
 

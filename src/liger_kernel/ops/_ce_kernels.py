@@ -374,7 +374,7 @@ _SHARED = 128 << 10  # bytes of a row: two of them for each SM fit L2
 _FIELDS = {"warps": WARPS, "runs": (2, 4), "programs": (0, 2, 3, 4, 5), "parts": (1, 2, 4, 8)}
 _GRADIENT = Table("cross_entropy.gradient", _FIELDS, {
     2 << 10: (1, 2, 0, 1), 8 << 10: (2, 2, 0, 1), 32 << 10: (4, 4, 5, 1), 112 << 10: (8, 4, 3, 1),
-    208 << 10: (16, 4, 2, 1), 272 << 10: (8, 4, 4, 4), 384 << 10: (8, 4, 4, 4), 1 << 20: (8, 4, 4, 8),
+    208 << 10: (16, 4, 2, 1), 384 << 10: (8, 4, 4, 4), 1 << 20: (8, 4, 4, 8),
 }, _fits)  # fmt: skip
 # The loss alone reads a row once.
 _LOSS = Table("cross_entropy.loss", {"warps": WARPS}, {

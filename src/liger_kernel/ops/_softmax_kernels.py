@@ -167,9 +167,7 @@ def wide(
     """-> launch, parts of a row; row_bytes: of all that is read of a row; steps: of what is read, in elements."""
     warps, runs, programs, parts = table.choose(row_bytes, itemsize, card_of(device))
     columns = column_flags(n_cols, itemsize, n_cols, *steps)
-    if parts > 1 and not can_wait(
-        device
-    ):  # alone with a row: so wide that an SM holds one, and L2 all that are held
+    if parts > 1 and not can_wait(device):
         warps, runs, programs, parts = _WIDEST, 4 // len(steps), 0, 1
     if not (columns["SHIFTED"] or aligned(n_cols, *steps)):  # accesses of one element each
         runs, programs = min(runs, 2), 0
@@ -194,10 +192,11 @@ def _fits(operands: int, size: int, warps: int, runs: int, programs: int, parts:
     return roomy and part // 32 <= piece <= part and (parts == 1 or programs > 0)
 
 
+_WIDEST = 32  # warps alone with a row: an SM holds one then, and L2 all that are held
+
 # bytes of what is read of a row -> warps of the program that takes it, runs of a piece, how many programs an SM is to
 # hold at a time (0: the compiler's choice), and how many share a row. Measured on H200 at 2,049, 4,095, 8,191, 65,536
 # and 131,072 columns in bf16; others by analogy.
-_WIDEST = 32  # warps, where programs cannot share rows
 _FIELDS = {"warps": WARPS, "runs": (2, 4), "programs": (0, 2, 3, 4), "parts": (1, 2, 4, 8)}
 FORWARD = Table("softmax.forward_wide", _FIELDS, {
     8 << 10: (2, 4, 0, 1), 32 << 10: (4, 4, 4, 1), 112 << 10: (8, 4, 3, 1),

@@ -46,7 +46,7 @@ from liger_kernel.ops.head.engine import RowKernel, Wanted, form_for, part, plac
 from liger_kernel.ops.head.module import Packed, takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
-from liger_kernel.ops.head.valid import Counting, valid_tokens, valid_tokens_later, without_ignored
+from liger_kernel.ops.head.valid import positions, valid_tokens, valid_tokens_later, without_ignored
 
 # 1 reference
 
@@ -136,7 +136,7 @@ def head_cross_entropy(
         }  # fmt: skip
         per_row = _of_logits(labels, ce_weight, scales, each, kernels, options)
         found, grads = run(hidden, head, per_row, wanted, **call)
-    keep = tokens.kept() if isinstance(tokens, Counting) else tokens
+    keep = positions(tokens)
 
     def gathered(name: str, absent: float = 0) -> Tensor:
         parts = [getattr(stats, name) for stats in found]

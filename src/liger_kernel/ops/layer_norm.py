@@ -69,9 +69,8 @@ _FORWARD = forward_table("layer_norm.forward", {
     256: (16, 4), 512: (8, 4), 1024: (2, 2), 2048: (1, 4), 4096: (2, 8),
     8192: (1, 8), 16384: (1, 32), 32768: (1, 32),
 })  # fmt: skip
-_CANCELLING = (
-    64  # columns up to which dx may be a difference of equal products: of one it is always 0
-)
+# Columns up to which dx may be a difference of equal products: of one it is always 0.
+_CANCELLING = 64
 _BACKWARD = loop_table("layer_norm.backward", {
     256: (16, 4, 4, 2), 512: (8, 4, 3, 2), 1024: (2, 4, 5, 1), 2048: (2, 4, 2, 3), 4096: (2, 8, 1, 3),
     8192: (1, 8, 1, 3), 16384: (1, 32, 1, 1),

@@ -37,7 +37,7 @@ from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
 from liger_kernel.ops.head.rows import RowMath
 from liger_kernel.ops.head.shard import VocabShard, local_head
-from liger_kernel.ops.head.valid import Counting, valid_tokens, valid_tokens_later
+from liger_kernel.ops.head.valid import positions, valid_tokens, valid_tokens_later
 
 
 @dataclass
@@ -109,7 +109,7 @@ def _pass(
         found, grads = exponentials.run(
             hidden, head, per_token, wanted, ignore_index=ignore_index, keep=tokens, **call
         )
-        return found, grads, tokens.kept() if isinstance(tokens, Counting) else tokens
+        return found, grads, positions(tokens)
     keep = valid_tokens(labels, ignore_index, num_valid)
     math = RowMath.of(head, ignore_index, kernels)
 

@@ -167,6 +167,14 @@ def _narrow(
     return programs, meta
 
 
+def _start(plan: tuple[Launch, int], n_rows: int, *tensors: Tensor) -> None:
+    run, parts = plan
+    if parts:
+        run(board(tensors[0].device, n_rows, parts), *tensors)
+    else:
+        run(*tensors)
+
+
 def _fake_forward(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -176,11 +184,7 @@ def softmax_forward_kernel(x: Tensor) -> Tensor:
     """-> y like x, contiguous."""
     n_rows, n_cols, y = x.shape[:-1].numel(), x.shape[-1], like(x)
     x, step = spaced(x)
-    run, parts = _forward(x.device, x.element_size(), n_rows, n_cols, step)
-    if parts:
-        run(board(x.device, n_rows, parts), y, x)
-    else:
-        run(y, x)
+    _start(_forward(x.device, x.element_size(), n_rows, n_cols, step), n_rows, y, x)
     return y
 
 
@@ -194,11 +198,8 @@ def softmax_backward_kernel(dy: Tensor, y: Tensor) -> Tensor:
     n_rows, n_cols, dx = y.shape[:-1].numel(), y.shape[-1], like(y)
     dy, dy_step = spaced(dy)
     y, y_step = spaced(y)
-    run, parts = _backward(y.device, y.element_size(), n_rows, n_cols, dy_step, y_step)
-    if parts:
-        run(board(y.device, n_rows, parts), dx, dy, y)
-    else:
-        run(dx, dy, y)
+    plan = _backward(y.device, y.element_size(), n_rows, n_cols, dy_step, y_step)
+    _start(plan, n_rows, dx, dy, y)
     return dx
 
 

@@ -30,7 +30,7 @@ from liger_kernel.ops.head.engine import Gradients, Sums, Wanted, part
 from liger_kernel.ops.head.logits import product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, chunked, cuts_of
-from liger_kernel.ops.head.valid import Counting
+from liger_kernel.ops.head.valid import Counting, positions
 
 # rows, columns, depth, warps and stages of a tile, and row tiles that share columns of the weight. Measured on H200,
 # see NOTES.md. A product that writes nothing has room for one more stage.
@@ -99,8 +99,8 @@ def run(
     """
     h = rows(hidden)
     cast = head.to(h.dtype)
-    if isinstance(keep, Counting) and not wanted.any:
-        keep = keep.kept()
+    if not wanted.any:
+        keep = positions(keep)
     counting, keep = (keep, None) if isinstance(keep, Counting) else (None, keep)
     dropped = keep is not None
     n = h.shape[0] if keep is None else keep.numel()

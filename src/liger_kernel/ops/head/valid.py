@@ -53,6 +53,11 @@ def without_ignored(hidden: Tensor, target: Tensor, ignore_index: int) -> Tensor
     return kept
 
 
+def positions(tokens: "Tensor | Counting | None") -> Tensor | None:
+    """Of tokens found by either of these; those that are being counted are waited for."""
+    return tokens.kept() if isinstance(tokens, Counting) else tokens
+
+
 class Counting:
     """The tokens of target `[N]` that count, in their order, and their number on its way to the host.
 
