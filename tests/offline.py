@@ -76,7 +76,7 @@ _SHAPES: dict[str, Iterable[tuple[int, ...]]] = {
     "mhc_post_res": [(2, streams, width) for streams in (4, 8) for width in (1024, 4096)],
     "mhc_pre": [(2, streams, width) for streams in (4, 8) for width in (1024, 4096)],
     "mlp": [(14336, 64, 4096)],
-    "mm_int8int2": [(64, 1024, 256)],
+    "mm_int8int2": [(m, 1024, 256) for m in (1, 32, 64, 128, 512, 8192)],
     "modulated_rms_norm": [(2, 3, width) for width in _WIDTHS],
     "multi_token_attention": [(1, 2, length, length) for length in _WIDTHS],
     "multi_token_attention sparse": [(1, 2, length, length) for length in _WIDTHS],

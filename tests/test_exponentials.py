@@ -28,13 +28,13 @@ def device(device):
     return device
 
 
-def _batch(device, dtype=DTYPE, **changes):
+def _batch(device, dtype=DTYPE, bias=False, vocab=V):
     torch.manual_seed(0)
     hidden = torch.randn(N, H, device=device)
-    weight = torch.randn(V, H, device=device) * H**-0.5
-    targets = torch.randint(0, V, (N,), device=device)
+    weight = torch.randn(vocab, H, device=device) * H**-0.5
+    targets = torch.randint(0, vocab, (N,), device=device)
     targets[::5] = IGNORE
-    bias = torch.randn(V, device=device) if changes.get("bias") else None
+    bias = torch.randn(vocab, device=device) if bias else None
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     return hidden, weight, targets, None if bias is None else bias.to(dtype)
 
@@ -270,6 +270,51 @@ def test_tokens_that_are_still_being_counted(masked, dh, budget, device):
         _near(grads.hidden, truth.hidden.double())
     if budget > 1 << 19:
         assert chunks == 1
+
+
+@pytest.mark.parametrize("masked", ["counted", "none counted", "all", "known"])
+@pytest.mark.parametrize("accum_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("head", [{}, {"bias": True, "softcap": 3.0}], ids=str)
+def test_a_first_chunk_in_the_memory_of_dw(head, accum_dtype, masked, device, monkeypatch):
+    """With a budget of a few rows; pages of its exponentials become dW one after the other."""
+    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
+    homes, find = [], exponentials._home
+    monkeypatch.setattr(exponentials, "_home", lambda *a: homes.append(find(*a)) or homes[-1])
+    head = dict(head)
+    hidden, weight, targets, bias = _batch(device, bias=head.pop("bias", False), vocab=384)
+    if masked == "all":
+        targets[:] = IGNORE
+    elif masked == "none counted":
+        targets[:] = torch.where(targets == IGNORE, 1, targets)
+    hidden[targets == IGNORE] = 0.0 if masked == "known" else float("nan")
+    keep = None if masked == "known" else Counting(targets, IGNORE)
+    row = 384 * hidden.element_size() + 8
+    logp, grads, _, a = _run(
+        hidden, weight, targets, bias, budget=8 * row, keep=keep, accum_dtype=accum_dtype, **head,
+        upstream=torch.linspace(-1, 2, N, device=device),
+    )  # fmt: skip
+    assert len(homes) == 1
+    assert homes[0].shape[1] == 16
+    assert homes[0].shape[0] == 3
+    want, truth = _truth(hidden.nan_to_num(), weight, targets, bias, a, **head)
+    want = want if masked == "known" else want[targets != IGNORE]
+    torch.testing.assert_close(logp.double(), want, atol=1e-5, rtol=1e-5)
+    wide = accum_dtype is not None or EXACT
+    for got, true in zip((grads.hidden, grads.weight, grads.bias), truth, strict=False):
+        assert got.isfinite().all()
+        _near(got, true, CLOSE if wide else 1e-2)
+
+
+def test_dw_that_holds_something_lends_no_memory(device, monkeypatch):
+    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
+    hidden, weight, targets, _ = _batch(device, vocab=384)
+    into, a = torch.ones_like(weight), torch.ones(N, device=device)
+    exponentials.run(
+        hidden, HeadParams(weight), lambda known, start, stop, _: (None, a[start:stop]), Wanted(True, True),
+        targets=targets, ignore_index=IGNORE, keep=None, budget=8 * 1600, accum_dtype=None, into=into,
+    )  # fmt: skip
+    _, truth = _truth(hidden, weight, targets, None, a)
+    _near(into, truth[1] + 1, 1e-6 if EXACT else 1e-2)
 
 
 def test_the_first_product_does_not_wait_for_the_count(device, monkeypatch):

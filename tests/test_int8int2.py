@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_kernel import _env
-from liger_kernel.ops import mm_int8int2
+from liger_kernel.ops import _triton, mm_int8int2
 from liger_kernel.testing import properties
 from liger_kernel.testing.properties import Case, Maker
 
@@ -23,7 +23,8 @@ CASE = Case(
     mm_int8int2.OP_MATMUL,
     mm_int8int2.matmul,
     _inputs,
-    shapes=[(3, 8, 5), (1, 4, 1), (0, 4, 3), (70, 264, 130)],
+    # the last one as models have them: rows of 16 bytes, and enough of them for a transposed copy
+    shapes=[(3, 8, 5), (1, 4, 1), (0, 4, 3), (3, 0, 16), (70, 264, 130), (2100, 128, 32)],
     reference=_definition,
     dtypes=(torch.float32,),
 )
@@ -34,6 +35,79 @@ def test_exact(shape, path, device):
     tensors = CASE.draw(shape, {}, torch.float32, device)
     a, weights = tensors["a"], mm_int8int2.unpack_weights(tensors["b"])
     assert torch.equal(mm_int8int2.matmul(**tensors).cpu(), a.cpu().int() @ weights.cpu().int())
+
+
+@pytest.fixture
+def launched(monkeypatch, device):
+    """What kernels are launched with."""
+    if not _env.triton_runs_on(device.type):
+        pytest.skip("kernels need an accelerator or TRITON_INTERPRET=1")
+    seen = []
+
+    def launch(kernel, grid, where, *args, **meta):
+        seen.append(meta)
+        return _triton.launch(kernel, grid, where, *args, **meta)
+
+    monkeypatch.setattr(mm_int8int2, "launch", launch)
+    return seen
+
+
+@pytest.fixture
+def descriptors(monkeypatch, device):
+    """Tiles come through descriptors wherever these can be made, in the interpreter too."""
+    if mm_int8int2.TensorDescriptor is None:
+        pytest.skip("this Triton has no tensor descriptors")
+    if not (_env.interpreting() or mm_int8int2.pays(device)):
+        pytest.skip("tensor descriptors need the TMA unit")
+    monkeypatch.setattr(mm_int8int2, "pays", lambda device: True)
+
+
+@pytest.mark.parametrize("n_rows", [*mm_int8int2._TILES, 1, 17, 33, 65, 129, 2100])
+def test_descriptors(n_rows, launched, descriptors, device):
+    """Every entry of the table, with rows, columns and a K / 4 that fill no tile."""
+    a, b = CASE.draw((n_rows, 4 * 80, 48), {}, torch.float32, device).values()
+    c = mm_int8int2.matmul(a, b, impl="triton")
+    assert torch.equal(c.cpu(), a.cpu().int() @ mm_int8int2.unpack_weights(b).cpu().int())
+    *turned, product = launched
+    assert product["TMA"]
+    assert len(turned) == product["TURNED"] == (n_rows > max(mm_int8int2._TILES))
+
+
+def test_what_descriptors_cannot_describe(launched, descriptors, device):
+    wide = CASE.draw((20, 4 * 48, 48), {}, torch.float32, device)
+    a, b = wide["a"], wide["b"]
+    shifted = torch.zeros(20, 208, dtype=torch.int8, device=device)[:, 1:193]
+    shifted.copy_(a)
+    for x, y in (
+        (shifted, b),  # no base of 16 bytes
+        (a[:1].expand(20, -1), b),  # rows that lie on each other
+        (a, b[:, :47]),
+        (a[:, : 4 * 40], b[:40]),  # K / 4 is no multiple of 16
+    ):
+        launched.clear()
+        c = mm_int8int2.matmul(x, y, impl="triton")
+        assert torch.equal(c.cpu(), x.cpu().int() @ mm_int8int2.unpack_weights(y).cpu().int())
+        assert not launched[-1]["TMA"]
+
+
+def _large_sum(device):
+    """K beyond 2^17: an odd sum above 2^24, which fp32 would round."""
+    k = (1 << 17) + 64
+    a = torch.full((1, k), -128, dtype=torch.int8, device=device)
+    a[0, -1] = -127
+    b = torch.zeros(k // 4, 16, dtype=torch.uint8, device=device)  # all weights are -1
+    assert (mm_int8int2.matmul(a, b, impl="triton") == 128 * k - 1).all()
+
+
+def test_large_sums(launched, monkeypatch, device):
+    monkeypatch.setattr(mm_int8int2, "pays", lambda device: False)
+    _large_sum(device)
+    assert not launched[-1]["TMA"]
+
+
+def test_large_sums_by_descriptors(launched, descriptors, device):
+    _large_sum(device)
+    assert launched[-1]["TMA"]
 
 
 @pytest.mark.parametrize(

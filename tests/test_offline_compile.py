@@ -88,7 +88,6 @@ SPILLS = [
     Spill("_mhc_coeff_kernels.product_backward_kernel", {"PRECISION": "tf32x3"}, NVIDIA, 416, _UNTRIED),
     Spill("_mhc_coeff_kernels.product_kernel", {"PRECISION": "ieee"}, NVIDIA, 64, _EXACT),
     Spill("_head_exp_kernels.product_kernel", {"FORM": "capped"}, ("sm_90",), 384, _CAPPED),
-    Spill("mm_int8int2._matmul_kernel", {}, ("sm_120",), 64, _UNTRIED),
     Spill("_low_rank_kernels.columns_kernel", {}, ("sm_120",), 64, _UNTRIED),
     Spill(
         "_low_rank_kernels.down_kernel", {"RANK": 64, "SEED": "*i64"}, ("sm_86", "sm_89", "sm_120"), 128, _UNTRIED,

@@ -87,7 +87,7 @@ ROWS = [
         quick=(),
         ours={
             f"ours {name}": partial(_head_ours, budget=mib * MIB)
-            for name, mib in {"1 GiB": 1024, "250 MiB": 250, "80 MiB": 80, "32 MiB": 32}.items()
+            for name, mib in {"1 GiB": 1024, "256 MiB": 256, "80 MiB": 80, "32 MiB": 32}.items()
         },
         module="liger_kernel.ops.fused_linear_cross_entropy",
         **_CROSS_ENTROPY,

@@ -15,6 +15,8 @@ bits where E' enters its products, which is the rounding that dz itself has else
 
 A label more than 55 nats below the largest logit would overflow E. Such a chunk is done again with the row's maximum as
 its base, by kernels that find nothing to do otherwise: no host decides.
+
+E lies in pages [pages, rows, PAGE], PAGE columns being half a tile: those of a matrix, or wherever there is room.
 """
 # pyright: reportGeneralTypeIssues=false
 # (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
@@ -84,13 +86,14 @@ def _exponentials(
         if HITS:
             top = tl.max(e, axis=1)
         if MODE == "store":
-            E.store([row, col], (e * slope).to(E.dtype))
+            page = tl.reshape((e * slope).to(E.dtype), (1, e.shape[0], BN))
+            E.store([col // BN, row, 0], page)
     return part, top
 
 
 @triton.jit
 def product_kernel(
-    E, PARTIALS, TOPS, X, W, BIAS, BASE, T, AGAIN, n_rows, n_cols, n_hidden, m_blocks, n_blocks, inner, outer,
+    E, PARTIALS, TOPS, X, W, BIAS, BASE, T, AGAIN, COUNT, n_rows, n_cols, n_hidden, m_blocks, n_blocks, inner, outer,
     MODE: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr, HITS: tl.constexpr, GUARDED: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr,
@@ -98,10 +101,12 @@ def product_kernel(
     """PARTIALS[n, row] = sum of E over the n-th block of columns without the label ("sum"), and E dx/dz itself
     ("store"); or the largest x there ("top"). HITS: TOPS[n, row] = the largest E of the block.
 
-    X, W, E: descriptors of [rows, hidden], [columns, hidden], and [rows, columns] in halves of a tile: they take fewer
-    registers and less shared memory. GUARDED: nothing unless AGAIN is 1.
+    X, W, E: descriptors of [rows, hidden], [columns, hidden], and of pages, half a tile each: halves take fewer
+    registers and less shared memory. GUARDED: nothing unless AGAIN is 1. COUNT: rows behind so many are left out.
     """
     HALF: tl.constexpr = BN // 2
+    if COUNT is not None:
+        m_blocks = tl.minimum(m_blocks, tl.cdiv(tl.load(COUNT), BM))
     tiles = m_blocks * n_blocks
     if GUARDED:
         tiles *= tl.load(AGAIN)
@@ -172,6 +177,7 @@ def finish_kernel(
         x_y = tl.load(X_Y + rows, mask=m_rows, other=0.0)
         base = tl.load(BASE + rows, mask=m_rows, other=0.0)
         absent = base == float("inf")
+        rest = tl.where(absent, 0.0, rest)
         e_y = exp(x_y - base)
         total = tl.where(absent, 1.0, e_y + rest)
         ratio = rest / e_y
@@ -190,30 +196,38 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def close_kernel(
-    SCALED, sSCALED, E, sE, X, sX, FACTOR, REST, SLOPE_Y, T, n_cols, n_hidden, ignore_index,
-    FORM: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED, F, E, X, A, TOTAL, REST, SLOPE_Y, T, sSCALED, sE_page, sE_row, sX, n_cols, n_hidden, ignore_index, slope,
+    FORM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """SCALED = f h, and E' from E: its entry at the label, and zeros in an ignored row."""
+    """F = f, SCALED = f h, and E' from E: its entry at the label, and zeros in an ignored row. slope: the constant part
+    of dx/dz.
+    """
     row, part = tl.program_id(0), tl.program_id(1)
     y = tl.load(T + row).to(tl.int64)
-    E += row_base(row, sE)
+    E += row_base(row, sE_row)
     ks = part * BLOCK + tl.arange(0, BLOCK)
     at = SCALED + row_base(row, sSCALED) + ks
     if y == ignore_index:
         tl.store(at, tl.zeros((BLOCK,), SCALED.dtype.element_ty), mask=ks < n_hidden)
         if part == 0:
-            for start in range(0, n_cols, BLOCK):
-                cols = start + tl.arange(0, BLOCK)
-                tl.store(E + cols, tl.zeros((BLOCK,), E.dtype.element_ty), mask=cols < n_cols)
+            tl.store(F + row, 0.0)
+            for start in range(0, n_cols, PAGE):
+                inside = tl.arange(0, PAGE)
+                zeros = tl.zeros((PAGE,), E.dtype.element_ty)
+                page = E + row_base(start // PAGE, sE_page)
+                tl.store(page + inside, zeros, mask=inside < n_cols - start)
     else:
+        f = tl.load(A + row).to(tl.float32) * -slope / tl.load(TOTAL + row)
         x = tl.load(X + row_base(row, sX) + ks, mask=ks < n_hidden, other=0.0).to(tl.float32)
-        scaled = x * tl.load(FACTOR + row)
-        tl.store(at, scaled.to(SCALED.dtype.element_ty), mask=ks < n_hidden)
+        tl.store(at, (x * f).to(SCALED.dtype.element_ty), mask=ks < n_hidden)
+        if part == 0:
+            tl.store(F + row, f)
         if (part == 0) & (y >= 0) & (y < n_cols):
             entry = -tl.load(REST + row)
             if FORM == "capped":
                 entry *= tl.load(SLOPE_Y + row)
-            tl.store(E + y, entry.to(E.dtype.element_ty))
+            at_y = E + row_base(y // PAGE, sE_page) + y % PAGE
+            tl.store(at_y, entry.to(E.dtype.element_ty))
 
 
 @triton.jit
@@ -222,12 +236,14 @@ def back_kernel(
     PRECISION: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dh = f (E' W), rounded once. DH, E, W: descriptors of [rows, hidden], [rows, columns], [columns, hidden]."""
+    """dh = f (E' W), rounded once. DH, E, W: descriptors of [rows, hidden], pages, [columns, hidden]."""
+    PAGE: tl.constexpr = BN // 2
     for t in tl.range(tl.program_id(0), m_blocks * n_blocks, tl.num_programs(0), flatten=True):
         m, n = grouped(t, m_blocks, n_blocks, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, n_cols, BK, num_stages=STAGES):
-            acc += dot(E.load([m * BM, k]), W.load([k, n * BN]), PRECISION)
+            e = E.load([k // PAGE, m * BM, k % PAGE]).reshape(BM, BK)
+            acc += dot(e, W.load([k, n * BN]), PRECISION)
         rows = m * BM + tl.arange(0, BM)
         f = tl.load(FACTOR + rows, mask=rows < n_rows, other=0.0)
         DH.store([m * BM, n * BN], (acc * f[:, None]).to(DH.dtype))

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from liger_kernel.ops._ce_batch import denominators
 from liger_kernel.ops._ce_kernels import RowStats
-from liger_kernel.ops._op import compute_dtype, require
+from liger_kernel.ops._device import exp
+from liger_kernel.ops._op import compute_dtype, dense, require
+from liger_kernel.ops._triton import cdiv, launch, tl, triton
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
-from liger_kernel.ops.head.engine import part
 from liger_kernel.ops.head.exponentials import PerToken, Targets
 from liger_kernel.ops.head.objective import Tokens, fused_linear_objective
 from liger_kernel.ops.linear_logprob import linear_logprob
 
 _OP = "fused_linear_cross_entropy"
+_BLOCK = 512  # tokens of a program
 
 
 def objective_cross_entropy(
@@ -83,6 +85,42 @@ def objective_cross_entropy(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["start", "n_tokens", "n_classes", "ignore_index"])
+def _loss_kernel(
+    NUMBERS, A, LOGP, CORRECT, T, SCALE, W, U, INDEX, sT, sU, start, n_tokens, n_classes, ignore_index,
+    TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's loss and what `RowStats` has besides, and the loss's derivative by logp."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n_tokens
+    at = (start + i).to(tl.int64)
+    if INDEX is not None:
+        at = tl.load(INDEX + i, mask=mask, other=0)
+    y = tl.load(T + at * sT, mask=mask, other=0).to(tl.int64)
+    logp = tl.load(LOGP + i, mask=mask, other=0.0)
+    factor = tl.zeros((BLOCK,), tl.float32) + tl.load(SCALE)
+    if W is not None:
+        known = tl.minimum(tl.maximum(y, 0), n_classes - 1)
+        factor *= tl.load(W + known, mask=mask, other=0.0).to(tl.float32)
+    if TOKEN_SCALING:
+        factor *= exp(logp)
+    loss = tl.where(y == ignore_index, 0.0, -logp * factor)
+    a = -factor
+    if U is not None:
+        a *= tl.load(U + at * sU, mask=mask, other=0.0).to(tl.float32)
+    # a label out of range has the loss NaN, and shall have such a gradient
+    tl.store(A + i, a + 0.0 * loss, mask=mask)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    correct = zero
+    if CORRECT is not None:
+        correct = tl.load(CORRECT + i, mask=mask, other=0.0)
+    NUMBERS += i
+    tl.store(NUMBERS, loss, mask=mask)
+    tl.store(NUMBERS + n_tokens, zero, mask=mask)
+    tl.store(NUMBERS + 2 * n_tokens, zero, mask=mask)
+    tl.store(NUMBERS + 3 * n_tokens, correct, mask=mask)
+
+
 def loss_of_logp(
     labels: Tensor, ce_weight: Tensor | None, scales: Callable[[], Tensor], upstream: Tensor | None,
     token_scaling: bool, ignore_index: int,
@@ -90,25 +128,20 @@ def loss_of_logp(
     """For `exponentials.run`: the loss of a chunk's tokens and its derivative, from their log-probabilities. scales:
     `denominators`, asked for once the chunk's first product is under way.
     """
+    weight = None if ce_weight is None else dense(ce_weight)
+    steps = labels.stride(0), 0 if upstream is None else upstream.stride(0)
 
     def per_token(
         known: Targets, start: int, stop: int, index: Tensor | None
     ) -> tuple[RowStats, Tensor]:
-        logp = known.logp
-        y = part(labels, start, stop, index)
-        factor = scale = scales()[0]
-        if ce_weight is not None:
-            factor = factor * ce_weight.to(scale.dtype)[y.clamp(0, ce_weight.shape[0] - 1)]
-        if token_scaling:
-            factor = factor * logp.exp()
-        loss = torch.where(y == ignore_index, 0.0, -logp * factor)
-        a = (-factor).expand(y.shape)
-        if upstream is not None:
-            a = a * part(upstream, start, stop, index)
-        # a label out of range has the loss NaN, and shall have such a gradient
-        a = a + 0.0 * loss
-        zero = torch.zeros_like(loss)
-        correct = zero if known.correct is None else known.correct
-        return RowStats(torch.stack((loss, zero, zero, correct)), y.new_empty(0)), a
+        n, logp = stop - start, known.logp
+        numbers, a = logp.new_empty((4, n)), torch.empty_like(logp)
+        tensors = (numbers, a, logp, known.correct, labels, scales(), weight, upstream, index)
+        sizes = (*steps, start, n, 0 if weight is None else weight.shape[0], ignore_index)
+        launch(
+            _loss_kernel, (cdiv(n, _BLOCK),), logp.device, *tensors, *sizes, TOKEN_SCALING=token_scaling, BLOCK=_BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+        return RowStats(numbers, labels.new_empty(0)), a
 
     return per_token

@@ -190,10 +190,11 @@ class Sums:
         if self.db is not None:
             self.db += dz.sum(0, dtype=self.db.dtype)
 
-    def add_weight(self, dz: Tensor, x: Tensor, start: int) -> None:
-        """dW += dz^T x, if it is wanted."""
+    def add_weight(self, dz: Tensor, x: Tensor, start: int, columns: slice = slice(None)) -> None:
+        """dW += dz^T x, if it is wanted; dz of these columns of the logits."""
         if self.dw is not None:
-            accumulate(self.dw, dz.t(), x, first=start == 0 and self.into is None)
+            first = start == 0 and self.into is None
+            accumulate(self.dw[columns], dz.t(), x, first)
 
     def _send(self, out: Tensor, dz: Tensor, factor: Tensor, place: Tensor | slice) -> None:
         """Sum this slice's part of dh or dd over the group in fp32, while dW and dU are made."""

@@ -9,11 +9,16 @@ For losses of the targets' log-probabilities alone. Formulas: `ops._head_exp_ker
     dh = f (E' W)            another product of ours
 
 against product, row kernel, two products of `head.engine`: one read and one write of the chunk less, and fp32 logits.
-The first chunk's product needs no count of the tokens (`head.valid`): those that there are not have E = 0.
+The first chunk's product needs no count of the tokens (`head.valid`): the kernel reads it.
+
+Every chunk reads and writes all of dW once more, which small chunks pay for. But until the first one's product fills it
+dW is memory that nobody uses, and it has room for the E of as many tokens as a row of W has elements. So where a budget
+asks for many chunks, the first is that large: its pages of E lie where the rows of dW for these columns will be, and
+leave for the chunks' buffer, a group of pages at a time, before the group's product is written over them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +29,12 @@ from liger_kernel.ops import _head_exp_kernels as kernels
 from liger_kernel.ops._descriptors import TensorDescriptor, aligned, pays
 from liger_kernel.ops._dot import precision
 from liger_kernel.ops._logp_kernels import transform_of
-from liger_kernel.ops._op import no_autocast, rows
+from liger_kernel.ops._op import dense, no_autocast, rows
 from liger_kernel.ops._triton import block_of, cdiv, launch
 from liger_kernel.ops.head.engine import Gradients, Sums, Wanted, part
 from liger_kernel.ops.head.logits import product
 from liger_kernel.ops.head.params import HeadParams
-from liger_kernel.ops.head.plan import Plan, chunked, cuts_of
+from liger_kernel.ops.head.plan import MAX_CHUNKS, Plan, chunked, cuts_of, fitting
 from liger_kernel.ops.head.valid import Counting, positions
 
 # rows, columns, depth, warps and stages of a tile, and row tiles that share columns of the weight. Measured on H200,
@@ -42,6 +47,9 @@ _BLOCK = 2048
 _NARROW = 896
 # dh is torch's product where tiles would leave more than the rest of the programs' rounds empty.
 _BUSY = 0.9
+_PAGE = _TILE["BN"] // 2
+# Pages that a product of a group must have at the least: what it reads besides, f h, is read again for each group.
+_GROUP_PAGES = 16
 
 
 class Targets(NamedTuple):
@@ -82,7 +90,7 @@ def plan_for(
     """The plan for `tokens` rows of hidden `[*, H]`; dropped: they are picked out of more; gradient: one is wanted."""
     vocab, width = head.weight.shape
     size = hidden.element_size()
-    stride = cdiv(vocab, _TILE["BK"]) * _TILE["BK"]
+    stride = cdiv(vocab, _PAGE) * _PAGE
     kept = stride * size * gradient + 4 * cdiv(vocab, _TILE["BN"])
     return chunked(tokens, stride, kept + width * size * dropped, budget)
 
@@ -105,18 +113,23 @@ def run(
     dropped = keep is not None
     n = h.shape[0] if keep is None else keep.numel()
     todo = plan_for(h, head, n, budget, dropped, wanted.any)
-    cuts = todo.slices() if cuts is None else cuts
+    fixed, cuts = cuts, todo.slices() if cuts is None else cuts
     sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, dropped, into)
     longest = max((stop - start for start, stop in cuts), default=0)
-    chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, hits, h)
+    home = None if fixed is not None or dropped else _home(sums, h.dtype, todo)
+    chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, hits, h, home)
+    most = longest if home is None else home.shape[1]
     found: list[Any] = []
     with no_autocast(h.device.type), _env.exact_products(h.device):
         if counting is not None:
-            first, keep, n = _first(chunk, sums, h, counting, per_token, longest)
-            found, cuts = [first], cuts_of(min(longest, n), n, longest)
+            first, keep, n = _first(chunk, sums, h, counting, per_token, most)
+            found, cuts = [first], cuts_of(min(most, n), n, longest)
+        elif home is not None:
+            cuts = [(0, most), *cuts_of(most, n, longest)]
         for start, stop in cuts:
             index = None if keep is None else keep[start:stop]
-            y, free = part(targets, start, stop, index), chunk.behind(stop - start)
+            chunk.begin(stop - start, at_home=home is not None and start == 0)
+            y, free = part(targets, start, stop, index), chunk.free()
             if index is not None:
                 room, free = _carved(free, (stop - start, h.shape[1]))
                 x = torch.index_select(h, 0, index, out=room)
@@ -141,7 +154,9 @@ def _first(
     index, y, dh = counting.index[:most], counting.labels[:most], sums.dh
     # A row of dh is written at the end of its chunk, so that until then there is room for rows of h.
     x = torch.index_select(h, 0, index, out=None if dh is None else dh[:most])
-    known = chunk.measure(x, y, chunk.behind(most) if dh is None else dh[most : 2 * most].view(-1))
+    chunk.begin(most, at_home=chunk.home is not None)
+    free = chunk.free() if dh is None or chunk.at_home else dh[most : 2 * most].view(-1)
+    known = chunk.measure(x, y, free, counting.count)
     keep = counting.kept()
     n = h.shape[0] if keep is None else keep.numel()
     stop = min(most, n)
@@ -151,10 +166,26 @@ def _first(
     assert a is not None
     _add(sums, chunk, a, x[:stop], 0, None)
     if index is not None and dh is not None:
-        aside, _ = _carved(chunk.behind(0), (stop, dh.shape[1]))
+        aside, _ = _carved(chunk.buffer.view(-1), (stop, dh.shape[1]))
         aside.copy_(x[:stop])
         dh.zero_().index_copy_(0, index, aside)
     return result, keep, n
+
+
+def _home(sums: Sums, dtype: torch.dtype, todo: Plan) -> Tensor | None:
+    """The memory of dW as pages for the exponentials of a first chunk, `[pages, tokens, _PAGE]`. None where few chunks
+    are enough, or dW holds something or whole pages do not fit it.
+    """
+    dw, dh = sums.dw, sums.dh
+    if todo.chunks <= MAX_CHUNKS or dw is None or dh is None or sums.into is not None:
+        return None
+    if dw.shape[0] % _PAGE:
+        return None
+    pages = dw.view(dtype).view(dw.shape[0] // _PAGE, -1, _PAGE)
+    # the buffer holds f h and a group of pages while dW is written
+    held = todo.rows * todo.row_stride // (dh.shape[1] + _GROUP_PAGES * _PAGE)
+    most = min(todo.tokens, pages.shape[1], fitting(held))
+    return pages[:, :most] if most > todo.rows else None
 
 
 def _carved(memory: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -173,50 +204,86 @@ def _wide(memory: Tensor) -> Tensor:
 def _add(
     sums: Sums, chunk: "_Chunk", a: Tensor, room: Tensor, start: int, index: Tensor | None
 ) -> None:  # fmt: skip
-    """The gradients of a chunk; room `[C, H]` holds f h, and after the product that reads it dh."""
-    dz, f = chunk.close(room, a)
-    sums.add_weight(dz, room, start)
-    if sums.db is not None:
-        sums.db += product(dz.t(), f[:, None].to(dz.dtype), sums.db.dtype)[:, 0]
-    if sums.dh is not None:
+    """The gradients of a chunk. room `[C, H]` gets dh; until then it may hold x, and holds f h unless E is at home."""
+    scaled, free = _carved(chunk.free(), room.shape) if chunk.at_home else (room, chunk.free())
+    f = chunk.close(scaled, a)
+    if chunk.at_home:
+        chunk.back(room, f)
+    for columns, dz in chunk.taken(free):
+        sums.add_weight(dz, scaled, start, columns)
+        if sums.db is not None:
+            sums.db[columns] += product(dz.t(), f[:, None].to(dz.dtype), sums.db.dtype)[:, 0]
+    if sums.dh is not None and not chunk.at_home:
         chunk.back(room, f)
         if index is not None:
             sums.dh.index_copy_(0, index, room)
 
 
 class _Chunk:
-    """The buffers of chunks of up to `most` tokens, and the launches that fill them."""
+    """The buffers of chunks of up to `most` tokens, or of those that `home` has pages for, and the launches that fill
+    them."""
 
     def __init__(
         self, head: HeadParams, ignore_index: int, most: int, stride: int, store: bool, hits: bool, like: Tensor,
+        home: Tensor | None,
     ):  # fmt: skip
         self.head, self.ignore_index, self.device = head, ignore_index, like.device
-        self.store, self.hits = store, hits
+        self.store, self.hits, self.home = store, hits, home
         self.vocab, self.width = head.weight.shape
         self.blocks = cdiv(self.vocab, _TILE["BN"])
         scales = (head.pre_scale, head.softcap, head.post_scale / head.temperature)
         self.form, *self.transform, self.slope = transform_of(*scales)
+        self.begin(most, at_home=False)
         # zeros: matrix products of a CPU read the padding
         make = torch.zeros if _env.interpreting() else torch.empty
         self.buffer = make(most if store else 1, stride, dtype=like.dtype, device=like.device)
-        self.numbers = like.new_empty((7, most), dtype=torch.float32)
+        rows = most if home is None else max(most, home.shape[1])
+        self.numbers = like.new_empty((8, rows), dtype=torch.float32)
         self.again = like.new_empty(1, dtype=torch.int32)
 
-    def behind(self, n: int) -> Tensor:
-        """Flat memory that chunks of n tokens leave free."""
-        return self.buffer[n:].view(-1)
+    def begin(self, n: int, at_home: bool) -> None:
+        """A chunk of n tokens, whose exponentials lie at home or in the buffer."""
+        self.n, self.at_home = n, at_home
 
-    def measure(self, x: Tensor, y: Tensor, free: Tensor) -> Targets:
-        """Of y `[C]` given x `[C, H]`.
+    def free(self) -> Tensor:
+        """The flat memory of the buffer that this chunk leaves free."""
+        return self.buffer[0 if self.at_home else self.n :].view(-1)
+
+    def pages(self) -> Tensor:
+        """`[pages, C, _PAGE]`."""
+        if self.at_home and self.home is not None:
+            return self.home[:, : self.n]
+        rows, stride = self.buffer.shape
+        pages = self.buffer.view(rows, stride // _PAGE, _PAGE).transpose(0, 1)
+        return pages[:, : self.n] if self.store else pages
+
+    def taken(self, free: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """E' as matrices `[C, columns]` and which columns; those at home leave it for the free memory, one after the
+        other, and may be overwritten there.
+        """
+        if not self.at_home:
+            yield slice(0, self.vocab), self.buffer[: self.n, : self.vocab]
+            return
+        pages = self.pages()
+        many = free.numel() // (self.n * _PAGE)
+        for first in range(0, pages.shape[0], many):
+            group = pages[first : first + many]
+            shape = self.n, group.shape[0], _PAGE
+            matrix = _carved(free, shape)[0]
+            matrix.view(torch.int64).copy_(group.transpose(0, 1).view(torch.int64))
+            columns = slice(first * _PAGE, (first + group.shape[0]) * _PAGE)
+            yield columns, matrix.view(self.n, -1)
+
+    def measure(self, x: Tensor, y: Tensor, free: Tensor, count: Tensor | None = None) -> Targets:
+        """Of y `[C]` given x `[C, H]`; of the first `count` where it is given, int32 on the device.
 
         free: flat memory that nobody reads until then, for the sums of E where it is enough.
         """
-        n, weight, bias = x.shape[0], self.head.weight, self.head.bias
-        self.x, self.y, self.n = x, y, n
+        n, weight, bias = self.n, self.head.weight, self.head.bias
+        self.x, self.y, self.count = x, y, count
         self.parts, self.tops = self._partials(free)
-        self.exps = self.buffer[: n if self.store else 1, : self.vocab]
         numbers = self.numbers[:, :n].unbind(0)
-        self.x_y, self.slope_y, self.base, logp, self.total, self.rest, correct = numbers
+        self.x_y, self.slope_y, self.base, logp, self.total, self.rest, correct, self.f = numbers
         launch(
             kernels.target_kernel, (n,), self.device, self.x_y, self.slope_y, self.base, self.again, x, x.stride(0),
             weight, weight.stride(0), x if bias is None else bias, y, self.vocab, self.width, self.ignore_index,
@@ -234,8 +301,8 @@ class _Chunk:
 
     def end_at(self, n: int) -> None:
         """Leave out what was measured beyond n tokens."""
-        self.n, self.x, self.y, self.exps = n, self.x[:n], self.y[:n], self.exps[:n]
-        self.slope_y, self.total, self.rest = self.slope_y[:n], self.total[:n], self.rest[:n]
+        self.x, self.y = self.x[:n], self.y[:n]
+        self.begin(n, self.at_home and n > 0)
 
     def _partials(self, free: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 of every block of columns and every row, for sums and, where asked for, maxima."""
@@ -249,10 +316,10 @@ class _Chunk:
             "GUARDED": guarded, "RAGGED": self.vocab % _TILE["BN"] != 0, "PRECISION": precision(self.x.dtype),
         }  # fmt: skip
         launch(
-            kernels.product_kernel, self._grid(m_blocks * self.blocks), self.device, _halves(self.exps), self.parts,
+            kernels.product_kernel, self._grid(m_blocks * self.blocks), self.device, self._paged(_PAGE), self.parts,
             self.tops, _tiled(self.x, "BM", "BK"), _tiled(self.head.weight, "BN", "BK"),
-            self.base if bias is None else bias, self.base, self.y, self.again, self.n, self.vocab, self.width,
-            m_blocks, self.blocks, *self.transform, **flags, GROUP=_GROUP,
+            self.base if bias is None else bias, self.base, self.y, self.again, self.count, self.n, self.vocab,
+            self.width, m_blocks, self.blocks, *self.transform, **flags, GROUP=_GROUP,
             STAGES=_STAGES if mode == "store" else _STAGES_UNWRITTEN, **_TILE,
         )  # fmt: skip
 
@@ -265,32 +332,38 @@ class _Chunk:
         grid = (cdiv(self.n, _SUMMED["ROWS"]),)
         launch(kernel, grid, self.device, *args, self.n, self.blocks, **flags, **_SUMMED)
 
+    def _paged(self, columns: int) -> Any:
+        """A descriptor of the pages in tiles of so many columns."""
+        return TensorDescriptor.from_tensor(self.pages(), [1, _TILE["BM"], columns])
+
     def _grid(self, tiles: int) -> tuple[int]:
         """Programs that stay, at most one for each tile."""
         return (min(tiles, _env.device_info(self.device).sm_count),)
 
-    def close(self, room: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """-> E' `[C, V]` and f `[C]` from the derivatives a `[C]` of logp; room `[C, H]` = f x, may be x."""
-        f = a.float() * (-self.slope) / self.total
-        block = min(block_of(self.width), _BLOCK)
+    def close(self, scaled: Tensor, a: Tensor) -> Tensor:
+        """-> f `[C]` fp32 from the derivatives a `[C]` of logp; E becomes E', scaled `[C, H]` = f x, may be x."""
+        block, pages = min(block_of(self.width), _BLOCK), self.pages()
         launch(
-            kernels.close_kernel, (self.n, cdiv(self.width, block)), self.device, room, room.stride(0), self.exps,
-            self.exps.stride(0), self.x, self.x.stride(0), f, self.rest, self.slope_y, self.y, self.vocab, self.width,
-            self.ignore_index, FORM=self.form, BLOCK=block, num_warps=4,
+            kernels.close_kernel, (self.n, cdiv(self.width, block)), self.device, scaled, self.f, pages, self.x,
+            dense(a), self.total, self.rest, self.slope_y, self.y, scaled.stride(0), *pages.stride()[:2],
+            self.x.stride(0), self.vocab, self.width, self.ignore_index, float(self.slope), FORM=self.form,
+            PAGE=_PAGE, BLOCK=block, num_warps=4,
         )  # fmt: skip
-        return self.exps, f
+        return self.f[: self.n]
 
     def back(self, out: Tensor, f: Tensor) -> None:
         """out `[C, H]` = f (E' W), rounded once."""
         m_blocks, n_blocks = cdiv(self.n, _TILE["BM"]), cdiv(self.width, _TILE["BN"])
         tiles, sms = m_blocks * n_blocks, _env.device_info(self.device).sm_count
-        if tiles <= _BUSY * cdiv(tiles, sms) * sms:  # also where no token is left
+        few = tiles <= _BUSY * cdiv(tiles, sms) * sms  # also where no token is left
+        if few and not self.at_home:
             # out may be the first that lies behind
-            room, _ = _carved(_wide(self.behind(self.n)[out.numel() :]), tuple(out.shape))
-            torch.mul(product(self.exps, self.head.weight, f.dtype, room), f[:, None], out=out)
+            room, _ = _carved(_wide(self.free()[out.numel() :]), tuple(out.shape))
+            exps = self.buffer[: self.n, : self.vocab]
+            torch.mul(product(exps, self.head.weight, f.dtype, room), f[:, None], out=out)
             return
         launch(
-            kernels.back_kernel, self._grid(tiles), self.device, _tiled(out, "BM", "BN"), _tiled(self.exps, "BM", "BK"),
+            kernels.back_kernel, self._grid(tiles), self.device, _tiled(out, "BM", "BN"), self._paged(_TILE["BK"]),
             _tiled(self.head.weight, "BK", "BN"), f, self.n, self.vocab, m_blocks, n_blocks,
             PRECISION=precision(self.x.dtype), GROUP=_GROUP, STAGES=_STAGES, **_TILE,
         )  # fmt: skip
@@ -299,8 +372,3 @@ class _Chunk:
 def _tiled(x: Tensor, rows: str, columns: str) -> Any:
     """A descriptor of x in tiles of these sizes."""
     return TensorDescriptor.from_tensor(x, [_TILE[rows], _TILE[columns]])
-
-
-def _halves(x: Tensor) -> Any:
-    """A descriptor of x in left and right halves of tiles, for what an epilogue writes."""
-    return TensorDescriptor.from_tensor(x, [_TILE["BM"], _TILE["BN"] // 2])

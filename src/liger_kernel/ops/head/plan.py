@@ -61,9 +61,9 @@ def plan(
 
 def chunked(tokens: int, row_stride: int, row_bytes: int, budget: int) -> Plan:
     """The plan for `tokens` rows that take `row_bytes` each."""
-    most = _fit(budget // row_bytes)
+    most = fitting(budget // row_bytes)
     chunks = max(cdiv(tokens, most), 1)
-    if chunks > MAX_CHUNKS and cdiv(tokens, _fit(2 * budget // row_bytes)) <= MAX_CHUNKS:
+    if chunks > MAX_CHUNKS and cdiv(tokens, fitting(2 * budget // row_bytes)) <= MAX_CHUNKS:
         chunks = MAX_CHUNKS
     rows = _balanced(tokens, chunks, most)
     return Plan(tokens, max(rows, 1), cdiv(tokens, max(rows, 1)), row_stride, rows * row_bytes)
@@ -131,7 +131,7 @@ def resolve_budget(asked: int | float | str | None, device: torch.device) -> int
     return int(asked)
 
 
-def _fit(rows: int) -> int:
+def fitting(rows: int) -> int:
     """Rows within the budget, as whole tiles where possible; never fewer than 8, whatever the
     budget.
     """

@@ -61,21 +61,21 @@ def positions(tokens: "Tensor | Counting | None") -> Tensor | None:
 class Counting:
     """The tokens of target `[N]` that count, in their order, and their number on its way to the host.
 
-    index, labels `[N]` int64: their positions and labels; behind them position 0 and `ignore_index`.
+    index, labels `[N]` int64: their positions and labels; behind them position 0 and `ignore_index`. count `[1]` int32.
     """
 
     def __init__(self, target: Tensor, ignore_index: int) -> None:
         self._n = target.numel()
         both = target.new_empty((2, self._n), dtype=torch.int64)
         self.index, self.labels = both.unbind(0)
-        count = target.new_empty(1, dtype=torch.int32)
-        args = (self.index, self.labels, count, dense(target), self._n, ignore_index)
+        self.count = target.new_empty(1, dtype=torch.int32)
+        args = (self.index, self.labels, self.count, dense(target), self._n, ignore_index)
         launch(_compact_kernel, (1,), target.device, *args, BLOCK=_BLOCK, num_warps=_WARPS)
-        self._count = _sent(count)
+        self._arrived = _sent(self.count)
 
     def kept(self) -> Tensor | None:
         """The positions alone, or None if every token counts. Waits for what was queued before this object."""
-        count = self._count()
+        count = self._arrived()
         return None if count == self._n else self.index[:count]
 
 
