@@ -15,7 +15,7 @@ from liger_kernel import _env
 from liger_kernel.ops._triton import cdiv
 
 MAX_CHUNKS = 8  # up to here bf16 accumulation of dW stays within the tolerance rule
-_UNIT = 128  # rows of a matrix product's tile
+_TILE = 128  # rows of a matrix product's tile
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,8 @@ def cuts_of(start: int, stop: int, most: int) -> list[tuple[int, int]]:
 
 
 def _balanced(tokens: int, chunks: int, most: int) -> int:
-    """Rows of each of so many chunks: whole tiles where `most` holds one."""
-    if chunks == 1:
-        return tokens
-    return _round_up(cdiv(tokens, chunks), _UNIT if most >= _UNIT else 8)
+    """Rows of each of so many chunks that hold `most` at most."""
+    return tokens if chunks == 1 else _round_up(cdiv(tokens, chunks), _unit(most))
 
 
 def padded(vocab: int, align: int) -> int:
@@ -132,10 +130,13 @@ def resolve_budget(asked: int | float | str | None, device: torch.device) -> int
 
 
 def fitting(rows: int) -> int:
-    """Rows within the budget, as whole tiles where possible; never fewer than 8, whatever the
-    budget.
-    """
-    return rows // _UNIT * _UNIT if rows >= _UNIT else max(rows // 8 * 8, 8)
+    """Rows within the budget, whole units of them; never fewer than 8, whatever the budget."""
+    return max(rows // _unit(rows) * _unit(rows), 8)
+
+
+def _unit(rows: int) -> int:
+    """Of what so many rows are a multiple: tiles. Half a tile of few is still worth more than dW read once more."""
+    return _TILE if rows >= 4 * _TILE else _TILE // 2 if rows >= _TILE else 8
 
 
 def _round_up(n: int, unit: int) -> int:
