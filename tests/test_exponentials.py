@@ -278,6 +278,7 @@ def test_tokens_that_are_still_being_counted(masked, dh, budget, device):
 def test_a_first_chunk_in_the_memory_of_dw(head, accum_dtype, masked, device, monkeypatch):
     """With a budget of a few rows; pages of its exponentials become dW one after the other."""
     monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
+    monkeypatch.setattr(exponentials, "_BUSY", 0)
     homes, find = [], exponentials._home
     monkeypatch.setattr(exponentials, "_home", lambda *a: homes.append(find(*a)) or homes[-1])
     head = dict(head)
@@ -305,8 +306,20 @@ def test_a_first_chunk_in_the_memory_of_dw(head, accum_dtype, masked, device, mo
         _near(got, true, CLOSE if wide else 1e-2)
 
 
+def test_a_first_chunk_whose_products_would_have_few_tiles(device, monkeypatch):
+    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
+    homes, find = [], exponentials._home
+    monkeypatch.setattr(exponentials, "_home", lambda *a: homes.append(find(*a)) or homes[-1])
+    hidden, weight, targets, _ = _batch(device, vocab=384)
+    for busy in (0, 2):
+        monkeypatch.setattr(exponentials, "_BUSY", busy)
+        _run(hidden, weight, targets, budget=8 * (384 * hidden.element_size() + 8))
+    assert [home is None for home in homes] == [False, True]
+
+
 def test_dw_that_holds_something_lends_no_memory(device, monkeypatch):
     monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
+    monkeypatch.setattr(exponentials, "_BUSY", 0)
     hidden, weight, targets, _ = _batch(device, vocab=384)
     into, a = torch.ones_like(weight), torch.ones(N, device=device)
     exponentials.run(

@@ -174,7 +174,7 @@ def _first(
 
 def _home(sums: Sums, dtype: torch.dtype, todo: Plan) -> Tensor | None:
     """The memory of dW as pages for the exponentials of a first chunk, `[pages, tokens, _PAGE]`. None where few chunks
-    are enough, or dW holds something or whole pages do not fit it.
+    are enough, dW holds something or not whole pages, or dh would be a product of few tiles.
     """
     dw, dh = sums.dw, sums.dh
     if todo.chunks <= MAX_CHUNKS or dw is None or dh is None or sums.into is not None:
@@ -185,7 +185,18 @@ def _home(sums: Sums, dtype: torch.dtype, todo: Plan) -> Tensor | None:
     # the buffer holds f h and a group of pages while dW is written
     held = todo.rows * todo.row_stride // (dh.shape[1] + _GROUP_PAGES * _PAGE)
     most = min(todo.tokens, pages.shape[1], fitting(held))
-    return pages[:, :most] if most > todo.rows else None
+    pays = most > todo.rows and _fills(most, dh.shape[1], dh.device)
+    return pages[:, :most] if pays else None
+
+
+def _fills(tokens: int, width: int, device: torch.device) -> bool:
+    """Whether the tiles of dh `[tokens, width]` keep all programs busy; no token does not."""
+    tiles, sms = cdiv(tokens, _TILE["BM"]) * cdiv(width, _TILE["BN"]), _sms(device)
+    return tiles > _BUSY * cdiv(tiles, sms) * sms
+
+
+def _sms(device: torch.device) -> int:
+    return _env.device_info(device).sm_count
 
 
 def _carved(memory: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -338,7 +349,7 @@ class _Chunk:
 
     def _grid(self, tiles: int) -> tuple[int]:
         """Programs that stay, at most one for each tile."""
-        return (min(tiles, _env.device_info(self.device).sm_count),)
+        return (min(tiles, _sms(self.device)),)
 
     def close(self, scaled: Tensor, a: Tensor) -> Tensor:
         """-> f `[C]` fp32 from the derivatives a `[C]` of logp; E becomes E', scaled `[C, H]` = f x, may be x."""
@@ -354,17 +365,15 @@ class _Chunk:
     def back(self, out: Tensor, f: Tensor) -> None:
         """out `[C, H]` = f (E' W), rounded once."""
         m_blocks, n_blocks = cdiv(self.n, _TILE["BM"]), cdiv(self.width, _TILE["BN"])
-        tiles, sms = m_blocks * n_blocks, _env.device_info(self.device).sm_count
-        few = tiles <= _BUSY * cdiv(tiles, sms) * sms  # also where no token is left
-        if few and not self.at_home:
+        if not (self.at_home or _fills(self.n, self.width, self.device)):
             # out may be the first that lies behind
             room, _ = _carved(_wide(self.free()[out.numel() :]), tuple(out.shape))
             exps = self.buffer[: self.n, : self.vocab]
             torch.mul(product(exps, self.head.weight, f.dtype, room), f[:, None], out=out)
             return
         launch(
-            kernels.back_kernel, self._grid(tiles), self.device, _tiled(out, "BM", "BN"), self._paged(_TILE["BK"]),
-            _tiled(self.head.weight, "BK", "BN"), f, self.n, self.vocab, m_blocks, n_blocks,
+            kernels.back_kernel, self._grid(m_blocks * n_blocks), self.device, _tiled(out, "BM", "BN"),
+            self._paged(_TILE["BK"]), _tiled(self.head.weight, "BK", "BN"), f, self.n, self.vocab, m_blocks, n_blocks,
             PRECISION=precision(self.x.dtype), GROUP=_GROUP, STAGES=_STAGES, **_TILE,
         )  # fmt: skip
 
