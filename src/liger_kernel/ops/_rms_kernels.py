@@ -139,7 +139,9 @@ def backward_few_kernel(
     LLAMA: tl.constexpr, ROUND_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx of ROWS rows, then dw of COLUMNS columns over all rows: nothing that another program computes is needed."""
+    """dx of ROWS rows, then dw of COLUMNS columns over all (DEPTH at most): nothing that another program computes is
+    needed.
+    """
     pid = tl.program_id(0)
     if NEED_DX:
         row = pid * ROWS + tl.arange(0, ROWS)
@@ -157,18 +159,15 @@ def backward_few_kernel(
         some = pid * COLUMNS + tl.arange(0, COLUMNS)
         m_some = some < n_cols
         if pid * COLUMNS < n_cols:
-            dw = tl.zeros((DEPTH, COLUMNS), tl.float32)
-            for start in range(0, n_rows, DEPTH):
-                rows = start + tl.arange(0, DEPTH)
-                m_rows = rows < n_rows
-                inside = m_rows[:, None] & m_some[None, :]
-                dys = _load(DY, row_base(rows, sDY_row)[:, None] + some[None, :], inside)
-                xs = _load(X, row_base(rows, sX_row)[:, None] + some[None, :], inside)
-                ns = xs * tl.load(RSTD + rows, mask=m_rows, other=0.0)[:, None]
-                if LLAMA:
-                    ns = ns.to(DY.dtype.element_ty).to(tl.float32)
-                dw += dys * ns
-            tl.store(DW + some, tl.sum(dw, axis=0).to(DW.dtype.element_ty), mask=m_some)
+            rows = tl.arange(0, DEPTH)
+            m_rows = rows < n_rows
+            inside = m_rows[:, None] & m_some[None, :]
+            dys = _load(DY, row_base(rows, sDY_row)[:, None] + some[None, :], inside)
+            xs = _load(X, row_base(rows, sX_row)[:, None] + some[None, :], inside)
+            ns = xs * tl.load(RSTD + rows, mask=m_rows, other=0.0)[:, None]
+            if LLAMA:
+                ns = ns.to(DY.dtype.element_ty).to(tl.float32)
+            tl.store(DW + some, tl.sum(dys * ns, axis=0).to(DW.dtype.element_ty), mask=m_some)
 
 
 @triton.jit

@@ -113,7 +113,8 @@ def head_cross_entropy(
     plain = not (label_smoothing or lse_square_scale or want_prediction)
     without_logits = plain and exponentials.apply_to(hidden, head, kernels)
     if wanted.any or not without_logits:  # a loss alone keeps no logits
-        head = replace(head, logits=form_for(hidden, vocab, budget))
+        form = form_for(hidden, vocab, budget)
+        head = head if form == head.logits else replace(head, logits=form)
     without_logits = without_logits and head.logits == "same"
     if head.logits == "same":
         find = valid_tokens_later if without_logits else valid_tokens

@@ -54,7 +54,7 @@ _DW_BLOCK = 1024
 # Backward in one launch, while a program's read of all rows of its columns takes no longer than a second launch: 3.3 us
 # at 64 x 1,024 on an H200 (two launches: 3.5), 4.3 at 128 x 1,024 (3.7), 3.4 at 16 x 4,096 (4.8).
 _FEW_ROWS, _FEW_COLUMNS, _FEW_VALUES = 64, 8192, 1 << 17
-_DEPTH, _COLUMNS = 64, 64  # rows at a time, and columns, of a program's part of dw
+_COLUMNS = 64  # of a program's part of dw
 
 # 1 reference
 
@@ -221,7 +221,7 @@ def _backward(
     meta = {**_roundings(offset, casting_mode), **needs}
     # whether dw is needed or not: dx has the same bits
     if n_rows <= _FEW_ROWS and n_cols <= _FEW_COLUMNS and n_rows * n_cols <= _FEW_VALUES:
-        meta |= {**forward_plan(entry[:2], device), "DEPTH": _DEPTH, "COLUMNS": _COLUMNS}
+        meta |= {**forward_plan(entry[:2], device), "DEPTH": _FEW_ROWS, "COLUMNS": _COLUMNS}
         tiles, columns = cdiv(n_rows, meta["ROWS"]), cdiv(n_cols, _COLUMNS)
         grid = (max(need_dx * tiles, need_dw * columns),)
         numbers = (*steps, n_rows, n_cols, offset)

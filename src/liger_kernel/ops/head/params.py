@@ -49,11 +49,14 @@ class HeadParams:
 
     def to(self, dtype: torch.dtype) -> "HeadParams":
         """With tensors of this dtype, and the rows of d as a matrix: what the products read."""
-        pair = self.low_rank
+        pair, bias = self.low_rank, self.bias
+        same = isinstance(self.weight, Tensor) and self.weight.dtype == dtype
+        if same and pair is None and (bias is None or bias.dtype == dtype):
+            return self
         return replace(
             self,
             weight=self.weight.to(dtype),
-            bias=None if self.bias is None else self.bias.to(dtype),
+            bias=None if bias is None else bias.to(dtype),
             low_rank=None if pair is None else (rows(pair[0]).to(dtype), pair[1].to(dtype)),
         )
 
