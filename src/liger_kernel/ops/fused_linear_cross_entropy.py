@@ -8,9 +8,8 @@ Three matrix products: for "mean" and "sum" the gradients dh and dW are made in 
 upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before rounding.
 
 On Hopper bf16 losses without smoothing, z-loss and predicted tokens take products whose epilogue is the softmax
-(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none. Where the budget asks for many
-chunks, the first lies in the memory of dW and may be H tokens long. With a gradient, logits of a hundred tokens, or
-quickly made ones, are kept in fp32 (`form_for`), where products can write it.
+(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none. With a gradient, those of a hundred
+tokens, or quickly made ones, are kept in fp32 (`form_for`); of many chunks the first lies in dW's memory.
 
 Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within
         `memory_budget`, by default 0.5 % of device memory within 128..640 MiB (64 MiB on a CPU).
