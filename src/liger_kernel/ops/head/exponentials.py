@@ -113,10 +113,11 @@ def run(
     dropped = keep is not None
     n = h.shape[0] if keep is None else keep.numel()
     todo = plan_for(h, head, n, budget, dropped, wanted.any)
-    fixed, cuts = cuts, todo.slices() if cuts is None else cuts
+    free_to_choose = cuts is None and not dropped
+    cuts = todo.slices() if cuts is None else cuts
     sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, dropped, into)
     longest = max((stop - start for start, stop in cuts), default=0)
-    home = None if fixed is not None or dropped else _home(sums, h.dtype, todo)
+    home = _home(sums, h.dtype, todo) if free_to_choose else None
     chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, hits, h, home)
     most = longest if home is None else home.shape[1]
     found: list[Any] = []
