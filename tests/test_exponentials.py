@@ -163,20 +163,37 @@ def test_adversarial(change, device):
     _near(grads.weight, truth[1], bound)
 
 
-def test_invalid_rows(device):
-    """NaN in an ignored token goes nowhere; a label out of range makes its own row NaN."""
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+def test_invalid_rows(head, own, device, monkeypatch):
+    """NaN in an ignored token goes nowhere, whoever makes dh; a label out of range makes its own row NaN."""
+    monkeypatch.setattr(exponentials, "_BUSY", 0 if own else 2)
     hidden, weight, targets, _ = _batch(device)
-    clean = _run(hidden, weight, targets)
+    clean = _run(hidden, weight, targets, **head)
     hidden[0] = torch.nan
-    logp, grads, _, _ = _run(hidden, weight, targets)
+    logp, grads, _, _ = _run(hidden, weight, targets, **head)
     assert logp[0] == 0
     assert torch.equal(logp, clean[0])
     assert (grads.hidden[0] == 0).all()
     assert torch.equal(grads.weight, clean[1].weight)
     targets[3] = V
-    logp, grads, _, _ = _run(hidden, weight, targets)
+    logp, grads, _, _ = _run(hidden, weight, targets, **head)
     assert logp.isnan().nonzero().view(-1).tolist() == [3]
     assert grads.hidden.isnan().any(1).nonzero().view(-1).tolist() == [3]
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 40 * 1400])
+def test_strides(budget, device):
+    """Of labels, bias and hidden states; these also begin where no descriptor may."""
+    hidden, weight, targets, bias = _batch(device, bias=True)
+    want, grads, _, _ = _run(hidden, weight, targets, bias, budget=budget)
+    wide = torch.zeros(N, H + 3, dtype=hidden.dtype, device=device)
+    wide[:, 1 : H + 1] = hidden
+    pairs = torch.stack((targets, targets - 1), 1), torch.stack((bias, -bias), 1)
+    strided = wide[:, 1 : H + 1], weight, pairs[0][:, 0], pairs[1][:, 0]
+    got, found, _, _ = _run(*strided, budget=budget)
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(found.all()[:3], grads.all()[:3], strict=True))
 
 
 def test_without_gradient_nothing_is_written(device):
@@ -304,6 +321,30 @@ def test_a_first_chunk_in_the_memory_of_dw(head, accum_dtype, masked, device, mo
     for got, true in zip((grads.hidden, grads.weight, grads.bias), truth, strict=False):
         assert got.isfinite().all()
         _near(got, true, CLOSE if wide else 1e-2)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_hits_of_a_first_chunk_in_the_memory_of_dw(far, device, monkeypatch):
+    """And where the chunk is done again; ignored tokens are neither counted nor dropped."""
+    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
+    monkeypatch.setattr(exponentials, "_BUSY", 0)
+    hidden, weight, targets, _ = _batch(device, vocab=384)
+    if far:
+        _far(weight, hidden, targets)
+    best = (hidden.double() @ weight.double().t()).argmax(-1)
+    targets[1::2] = best[1::2]
+    targets[::5] = IGNORE
+    a = torch.linspace(-1, 2, N, device=device)
+    found, grads = exponentials.run(
+        hidden, HeadParams(weight), lambda known, start, stop, _: (known.correct, a[start:stop]), Wanted(True, True),
+        targets=targets, ignore_index=IGNORE, keep=None, budget=8 * (384 * hidden.element_size() + 8),
+        accum_dtype=torch.float32, hits=True,
+    )  # fmt: skip
+    assert found[0].shape[0] > found[1].shape[0]
+    assert torch.equal(torch.cat(found).bool(), targets == best)
+    _, truth = _truth(hidden, weight, targets, None, a)
+    _near(grads.hidden, truth[0], 4 * CLOSE)
+    _near(grads.weight, truth[1], 4 * CLOSE)
 
 
 def test_a_first_chunk_whose_products_would_have_few_tiles(device, monkeypatch):

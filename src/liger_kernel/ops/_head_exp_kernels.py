@@ -141,15 +141,15 @@ def rebase_kernel(
     """base = the row's maximum where `rest` was too large."""
     if tl.load(AGAIN) != 0:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        m_rows = rows < n_rows
+        rest = tl.load(REST + rows, mask=rows < n_rows, other=0.0)
+        m_rows = rest >= _MOST
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         for start in range(0, n_blocks, BLOCKS):
             ns = start + tl.arange(0, BLOCKS)
             at = PARTIALS + row_base(ns, n_rows)[:, None] + rows[None, :]
             part = tl.load(at, mask=(ns < n_blocks)[:, None] & m_rows[None, :], other=float("-inf"))
             top = tl.maximum(top, tl.max(part, axis=0))
-        rest = tl.load(REST + rows, mask=m_rows, other=0.0)
-        tl.store(BASE + rows, top, mask=m_rows & (rest >= _MOST))
+        tl.store(BASE + rows, top, mask=m_rows)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks"])
@@ -166,18 +166,17 @@ def finish_kernel(
     if wanted != 0:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         m_rows = rows < n_rows
+        base = tl.load(BASE + rows, mask=m_rows, other=0.0)
+        absent = base == float("inf")  # E = 0, or nothing was summed
         rest, top = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
         for start in range(0, n_blocks, BLOCKS):
             ns = start + tl.arange(0, BLOCKS)
             at = row_base(ns, n_rows)[:, None] + rows[None, :]
-            mask = (ns < n_blocks)[:, None] & m_rows[None, :]
+            mask = (ns < n_blocks)[:, None] & (m_rows & ~absent)[None, :]
             rest += tl.sum(tl.load(PARTIALS + at, mask=mask, other=0.0), axis=0)
             if HITS:
                 top = tl.maximum(top, tl.max(tl.load(TOPS + at, mask=mask, other=0.0), axis=0))
         x_y = tl.load(X_Y + rows, mask=m_rows, other=0.0)
-        base = tl.load(BASE + rows, mask=m_rows, other=0.0)
-        absent = base == float("inf")
-        rest = tl.where(absent, 0.0, rest)
         e_y = exp(x_y - base)
         total = tl.where(absent, 1.0, e_y + rest)
         ratio = rest / e_y
@@ -212,10 +211,8 @@ def close_kernel(
         if part == 0:
             tl.store(F + row, 0.0)
             for start in range(0, n_cols, PAGE):
-                inside = tl.arange(0, PAGE)
-                zeros = tl.zeros((PAGE,), E.dtype.element_ty)
                 page = E + row_base(start // PAGE, sE_page)
-                tl.store(page + inside, zeros, mask=inside < n_cols - start)
+                tl.store(page + tl.arange(0, PAGE), tl.zeros((PAGE,), E.dtype.element_ty))
     else:
         f = tl.load(A + row).to(tl.float32) * -slope / tl.load(TOTAL + row)
         x = tl.load(X + row_base(row, sX) + ks, mask=ks < n_hidden, other=0.0).to(tl.float32)

@@ -129,7 +129,7 @@ def pair_rows(
     flags = {
         "FORM": loss.form, "TEACHER": loss.teacher, "HARD": hard_form(loss, n_cols != V), "S_FORM": s_form,
         "T_FORM": t_form, "PADDED": n_cols != V, "STAGE": stage, "SLICE": slice_,
-        "PTX": _env.device_info(device).arch.startswith("sm_"),
+        "PTX": _env.takes_ptx(device),
     }  # fmt: skip
     launch(pair_kernel, (programs,), device, *args, **flags, **meta)
     return stats

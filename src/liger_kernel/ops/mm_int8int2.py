@@ -202,7 +202,7 @@ def int8int2_matmul(a: Tensor, packed: Tensor) -> Tensor:
         _matmul_kernel, (cdiv(n_rows, tile.rows) * cdiv(n_cols, tile.columns),), a.device,
         c, operands[0], a.stride(0), operands[1], n_rows, n_cols, quarter,
         ROWS=tile.rows, COLS=tile.columns, STEP=tile.step, GROUP=_GROUP, TMA=tma, TURNED=tile.turned,
-        PTX=_env.device_info(a.device).capability > 0, num_warps=tile.warps, num_stages=tile.stages,
+        PTX=_env.takes_ptx(a.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return c
 

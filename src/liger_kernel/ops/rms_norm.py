@@ -53,7 +53,7 @@ _DW_BLOCK = 1024
 
 # Backward in one launch, while a program's read of all rows of its columns takes no longer than a second launch: 3.3 us
 # at 64 x 1,024 on an H200 (two launches: 3.5), 4.3 at 128 x 1,024 (3.7), 3.4 at 16 x 4,096 (4.8).
-_FEW_ROWS, _FEW_COLUMNS, _FEW_VALUES = 64, 8192, 1 << 17
+_FEW_ROWS, _FEW_COLUMNS, _FEW_VALUES = 64, 8192, 1 << 17  # the first a power of two
 _COLUMNS = 64  # of a program's part of dw
 
 # 1 reference

@@ -105,7 +105,9 @@ def run(
 
     Where gradients are wanted, tokens that are still being counted go through their first product meanwhile.
     """
-    h = rows(hidden)
+    h, targets = rows(hidden), dense(targets)
+    if h.numel() and not aligned(h):
+        h = h.clone(memory_format=torch.contiguous_format)
     cast = head.to(h.dtype)
     if not wanted.any:
         keep = positions(keep)
@@ -136,7 +138,7 @@ def run(
                 x = torch.index_select(h, 0, index, out=room)
             else:
                 x, room = h[start:stop], None if sums.dh is None else sums.dh[start:stop]
-                free = free if room is None else room.view(-1)
+                free = free if room is None or chunk.at_home else room.view(-1)
             result, a = per_token(chunk.measure(x, y, free), start, stop, index)
             found.append(result)
             if wanted.any:
@@ -175,7 +177,7 @@ def _first(
 
 def _home(sums: Sums, dtype: torch.dtype, todo: Plan) -> Tensor | None:
     """The memory of dW as pages for the exponentials of a first chunk, `[pages, tokens, _PAGE]`. None where few chunks
-    are enough, dW holds something or not whole pages, or dh would be a product of few tiles.
+    are enough, dW or dh is not wanted, dW holds something or not whole pages, or dh would be a product of few tiles.
     """
     dw, dh = sums.dw, sums.dh
     if todo.chunks <= MAX_CHUNKS or dw is None or dh is None or sums.into is not None:
@@ -183,11 +185,13 @@ def _home(sums: Sums, dtype: torch.dtype, todo: Plan) -> Tensor | None:
     if dw.shape[0] % _PAGE:
         return None
     pages = dw.view(dtype).view(dw.shape[0] // _PAGE, -1, _PAGE)
-    # the buffer holds f h and a group of pages while dW is written
-    held = todo.rows * todo.row_stride // (dh.shape[1] + _GROUP_PAGES * _PAGE)
+    # the buffer holds the sums of E, as pairs of 16 bits, and then f h and a group of pages while dW is written
+    width, sums_of_e = dh.shape[1], 4 * cdiv(dw.shape[0], _TILE["BN"])
+    held = todo.rows * todo.row_stride // max(width + _GROUP_PAGES * _PAGE, sums_of_e)
     most = min(todo.tokens, pages.shape[1], fitting(held))
-    pays = most > todo.rows and _fills(most, dh.shape[1], dh.device)
-    return pages[:, :most] if pays else None
+    sizes = range(most, todo.rows, -_TILE["BM"])
+    found = next((n for n in sizes if _fills(n, width, dh.device)), None)
+    return None if found is None else pages[:, :found]
 
 
 def _fills(tokens: int, width: int, device: torch.device) -> bool:
@@ -240,6 +244,7 @@ class _Chunk:
         home: Tensor | None,
     ):  # fmt: skip
         self.head, self.ignore_index, self.device = head, ignore_index, like.device
+        self.bias = None if head.bias is None else dense(head.bias)
         self.store, self.hits, self.home = store, hits, home
         self.vocab, self.width = head.weight.shape
         self.blocks = cdiv(self.vocab, _TILE["BN"])
@@ -270,8 +275,8 @@ class _Chunk:
         return pages[:, : self.n] if self.store else pages
 
     def taken(self, free: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """E' as matrices `[C, columns]` and which columns; those at home leave it for the free memory, one after the
-        other, and may be overwritten there.
+        """E' as matrices `[C, columns]` and which columns. Pages at home are copied to the free memory, a group at a
+        time: once a matrix is there, its columns' rows of dW may be written.
         """
         if not self.at_home:
             yield slice(0, self.vocab), self.buffer[: self.n, : self.vocab]
@@ -291,7 +296,7 @@ class _Chunk:
 
         free: flat memory that nobody reads until then, for the sums of E where it is enough.
         """
-        n, weight, bias = self.n, self.head.weight, self.head.bias
+        n, weight, bias = self.n, self.head.weight, self.bias
         self.x, self.y, self.count = x, y, count
         self.parts, self.tops = self._partials(free)
         numbers = self.numbers[:, :n].unbind(0)
@@ -322,7 +327,7 @@ class _Chunk:
         return both[0], both[-1]
 
     def _product(self, mode: str, guarded: bool = False) -> None:
-        m_blocks, bias = cdiv(self.n, _TILE["BM"]), self.head.bias
+        m_blocks, bias = cdiv(self.n, _TILE["BM"]), self.bias
         flags = {
             "MODE": mode, "FORM": self.form, "HAS_BIAS": bias is not None, "HITS": self.hits and mode != "top",
             "GUARDED": guarded, "RAGGED": self.vocab % _TILE["BN"] != 0, "PRECISION": precision(self.x.dtype),

@@ -61,10 +61,13 @@ def plan(
 
 def chunked(tokens: int, row_stride: int, row_bytes: int, budget: int) -> Plan:
     """The plan for `tokens` rows that take `row_bytes` each."""
-    most = fitting(budget // row_bytes)
+    most = _whole(budget // row_bytes, _TILE)
     chunks = max(cdiv(tokens, most), 1)
-    if chunks > MAX_CHUNKS and cdiv(tokens, fitting(2 * budget // row_bytes)) <= MAX_CHUNKS:
+    if chunks > MAX_CHUNKS and cdiv(tokens, _whole(2 * budget // row_bytes, _TILE)) <= MAX_CHUNKS:
         chunks = MAX_CHUNKS
+    elif chunks > MAX_CHUNKS:
+        most = fitting(budget // row_bytes)
+        chunks = cdiv(tokens, most)
     rows = _balanced(tokens, chunks, most)
     return Plan(tokens, max(rows, 1), cdiv(tokens, max(rows, 1)), row_stride, rows * row_bytes)
 
@@ -78,7 +81,8 @@ def cuts_of(start: int, stop: int, most: int) -> list[tuple[int, int]]:
 
 def _balanced(tokens: int, chunks: int, most: int) -> int:
     """Rows of each of so many chunks that hold `most` at most."""
-    return tokens if chunks == 1 else _round_up(cdiv(tokens, chunks), _unit(most))
+    unit = next(unit for unit in (_TILE, _TILE // 2, 8) if most % unit == 0)
+    return tokens if chunks == 1 else _round_up(cdiv(tokens, chunks), unit)
 
 
 def padded(vocab: int, align: int) -> int:
@@ -130,13 +134,15 @@ def resolve_budget(asked: int | float | str | None, device: torch.device) -> int
 
 
 def fitting(rows: int) -> int:
-    """Rows within the budget, whole units of them; never fewer than 8, whatever the budget."""
-    return max(rows // _unit(rows) * _unit(rows), 8)
+    """Of so many rows whole tiles. Few rows may end with half a tile: with many chunks every further one reads and
+    writes dW once more, which costs more than the other half.
+    """
+    return _whole(rows, _TILE if rows >= 4 * _TILE else _TILE // 2)
 
 
-def _unit(rows: int) -> int:
-    """Of what so many rows are a multiple: tiles. Half a tile of few is still worth more than dW read once more."""
-    return _TILE if rows >= 4 * _TILE else _TILE // 2 if rows >= _TILE else 8
+def _whole(rows: int, unit: int) -> int:
+    """Rows within the budget, whole units where it holds a tile; never fewer than 8, whatever the budget."""
+    return rows // unit * unit if rows >= _TILE else max(rows // 8 * 8, 8)
 
 
 def _round_up(n: int, unit: int) -> int:
