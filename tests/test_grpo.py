@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import distributed
 
 from liger_kernel import chunked_loss
-from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss, grpo_loss
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.chunked_loss.grpo_loss import (
     LigerFusedLinearGRPOFunction,
@@ -482,7 +482,9 @@ def test_options_that_do_not_apply(options, message):
         ({"vllm_is_ratio": torch.ones(T)}, {}, r"vllm_is_ratio must be \[4\], \[4, 1\] or \[4, 10\]"),
     ],
 )  # fmt: skip
-def test_inputs_that_do_not_fit(changed, options, message):
+def test_inputs_that_do_not_fit(changed, options, message, monkeypatch):
+    """And are refused before anything is computed of the policy."""
+    monkeypatch.setattr(grpo_loss, "_through_head", None)
     batch = Batch()
     with pytest.raises(ValueError, match=message):
         LigerFusedLinearGRPOLoss(**options)(batch.hidden, batch.weight, **batch.rest(**changed))

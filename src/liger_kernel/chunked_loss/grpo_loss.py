@@ -105,6 +105,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
             vespo_k_neg, vespo_lambda_neg, entropy_coef,
         )  # fmt: skip
         options.check()
+        options.check_denominator()
         check_shapes(_input, selected_token_ids, attention_mask, advantages)
         head = {
             "temperature": temperature, "softcap": softcap, "pre_scale": pre_scale, "post_scale": post_scale,

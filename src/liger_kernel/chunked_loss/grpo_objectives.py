@@ -80,6 +80,13 @@ class GRPOOptions:
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             _positive_temperature(name, getattr(self, name))
 
+    def check_denominator(self) -> None:
+        """ValueError if tokens cannot be weighted, which a loss that is not reduced need not do."""
+        require(
+            self.loss_type != "dr_grpo" or self.max_completion_length is not None,
+            f"{_OP}: loss_type='dr_grpo' divides by max_completion_length; pass it (the length completions may have).",
+        )
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -193,10 +200,7 @@ def token_weights(
         if normalizer is None:
             raise ValueError(f"{_OP}: loss_type={kind!r} needs a normalizer.")
         return count / normalizer
-    require(
-        options.max_completion_length is not None,
-        f"{_OP}: loss_type='dr_grpo' divides by max_completion_length; pass it (the length completions may have).",
-    )
+    options.check_denominator()
     return count / (batch * (options.max_completion_length or 1))
 
 
