@@ -75,7 +75,6 @@ ROWS = [
         },
         grads=("input",),
         reference=_reference,
-        layouts=("input",),
         opchecks=_opchecks,
         bad=_BAD,
     ),

@@ -48,7 +48,6 @@ ROWS = [
         shapes=[(3, 8), (1, 1), (7,), (5, 33), (0, 5), (2, 0), (2, 1, 3, 65), (3, 1100)],
         grads=("x", "alpha", "gamma", "beta"),
         opchecks=_opchecks,
-        layouts=("x", "gamma"),
         bad=[
             (
                 "alpha must hold one value",
@@ -74,7 +73,6 @@ ROWS = [
         shapes=[(3, 8)],
         grads=("x", "alpha", "gamma"),
         reference=lambda x, alpha, gamma: dyt.reference(x, alpha, gamma, None),
-        layouts=("x",),
         label="dyt without beta",
     ),
     Case(
@@ -83,7 +81,6 @@ ROWS = [
         _mixed,
         shapes=[(3, 8)],
         grads=("x", "alpha", "gamma", "beta"),
-        layouts=("x",),
         label="dyt mixed dtypes",
     ),
 ]

@@ -59,7 +59,6 @@ ROWS = [
         options={"skew": [True]},
         grads=("weight",),
         reference=_call(embedding.reference),
-        layouts=[],
         label="embedding runs",
     ),
 ]

@@ -82,7 +82,6 @@ ROWS = [
         },
         grads=("input", "weight"),
         reference=_reference,
-        layouts=("input", "weight"),
         bad=_BAD,
     ),
     Case(

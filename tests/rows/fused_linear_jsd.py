@@ -58,7 +58,6 @@ ROWS = [
         },
         grads=("student_input", "student_weight"),
         reference=_drop(op.reference),
-        layouts=("teacher_input",),
         bad=_BAD,
     ),
 ]

@@ -54,7 +54,6 @@ ROWS = [
         },
         grads=("student_input", "student_weight"),
         reference=_drop(op.reference),
-        layouts=("target",),
         bad=_BAD,
     ),
 ]

@@ -84,7 +84,6 @@ ROWS = [
         reference=_reference,
         dtypes=_DTYPES,
         opchecks=_opchecks,
-        layouts=("x",),
         bad=[
             _bad("down_proj must be|down_proj \\[E, H, I\\]", down_proj=lambda make: make(2, 4, 6)),
             _bad(r"must be \[\*, K\]", top_k_weights=lambda make: make(3, 1)),
@@ -102,7 +101,6 @@ ROWS = [
         grads=("x",),
         reference=partial(_variant, _reference),
         dtypes=_DTYPES,
-        layouts=(),
         label="fused_moe variants",
     ),
 ]

@@ -64,7 +64,6 @@ ROWS = [
         shapes=[(2, 1, 4, 8)],
         options={"kernel_size": [71], "dilation": [2]},
         grads=("query", "key", "value"),
-        layouts=("query",),
         label="fused_neighborhood_attention padded",
     ),
 ]

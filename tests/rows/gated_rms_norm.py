@@ -82,7 +82,6 @@ ROWS = [
         options={"norm_before_gate": [False]},
         grads=("x", "gate", "weight"),
         dtypes=(torch.bfloat16, torch.float16),
-        layouts=(),
         label="gated_rms_norm, x in fp32",
     ),
     Case(
@@ -92,7 +91,6 @@ ROWS = [
         shapes=[(5, 33)],
         grads=("x", "gate", "weight"),
         dtypes=(torch.bfloat16, torch.float16),
-        layouts=(),
         label="gated_rms_norm, weight in fp32",
     ),
 ]

@@ -57,7 +57,6 @@ ROWS = [
         grads=("x", "weight", "bias"),
         reference=_reference,
         opchecks=_opchecks,
-        layouts=("x",),
         bad=[
             (r"must be \[B, C, \*\]", lambda make: group_norm.group_norm(make(4), 2), ValueError),
             (
@@ -98,7 +97,6 @@ ROWS = [
         grads=("x", "weight", "bias"),
         reference=_reference,
         dtypes=(torch.bfloat16,),
-        layouts=(),
         label="group_norm of large groups",
     ),
     Case(
@@ -110,7 +108,6 @@ ROWS = [
         grads=("x", "weight", "bias"),
         reference=_reference,
         dtypes=(torch.float32,),
-        layouts=(),
         label="group_norm far from zero",
     ),
     Case(
@@ -121,7 +118,6 @@ ROWS = [
         options={"num_groups": [1]},
         grads=("x", "weight", "bias"),
         reference=_reference,
-        layouts=(),
         label="group_norm mixed dtypes",
     ),
     Case(
@@ -132,7 +128,6 @@ ROWS = [
         options={"num_groups": [2]},
         grads=("x",),
         reference=_reference,
-        layouts=(),
         label="group_norm without parameters",
     ),
 ]

@@ -49,7 +49,6 @@ ROWS = [
         },
         grads=("hidden", "weight", "bias"),
         reference=_reference,
-        layouts=("hidden", "weight"),
         bad=[
             (
                 "width",

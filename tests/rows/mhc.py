@@ -90,7 +90,6 @@ ROWS = [
         grads=("x", "phi", "small"),
         reference=_taken_apart(mhc.OP_COEFFS.reference),
         opchecks=_coeffs_opchecks,
-        layouts=("x",),
         bad=[
             (r"x must be \[\*, HC, C\]", _bad_coeffs(x=(4,)), ValueError),
             ("phi must have shape", _bad_coeffs(phi=(8, 9)), ValueError),

@@ -89,7 +89,6 @@ ROWS = [
         shapes=[(2, 20, 9)],  # more rows than one program takes
         grads=("scale", "shift"),
         dtypes=(torch.bfloat16, torch.float16),
-        layouts=(),
         label="modulated_rms_norm by sample, mixed dtypes",
     ),
     Case(

@@ -32,7 +32,6 @@ ROWS = [
         options={"eps": [1e-6]},
         grads=("x", "weight", "bias"),
         opchecks=_opchecks,
-        layouts=("x", "weight"),
         bad=[
             (
                 r"weight must have shape \[3\]",
@@ -58,7 +57,6 @@ ROWS = [
         shapes=[(3, 8)],
         options={"eps": [1e-2]},
         grads=("x", "weight", "bias"),
-        layouts=("x",),
         label="poly_norm mixed dtypes",  # x^3 does not fit in fp16
     ),
 ]

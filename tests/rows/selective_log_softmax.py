@@ -37,7 +37,6 @@ ROWS = [
         },
         grads=("logits",),
         reference=_drop(op.reference),
-        layouts=("logits",),
         opchecks=_opchecks,
         bad=[
             ("logits must be", lambda make: log_softmax(make(2, 4), make.ids(4, 3)), ValueError),

@@ -67,7 +67,6 @@ class Case:
     opchecks: Callable[[Tensors], list[tuple[Any, tuple[Any, ...]]]] | None = None  # launcher, args
     bad: Sequence[tuple[str, Callable[[Maker], Any], type[Exception]]] = ()  # message, call, error
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
-    layouts: Sequence[str] | None = None  # operands whose layout may vary; None: every float input
     differentiable: bool = True  # False where a part of the loss is held constant: no gradcheck
     label: str = ""
 
@@ -264,12 +263,7 @@ def layouts(
     """Operands and upstream gradients of any strides give the result of contiguous ones."""
     tensors = case.draw(shape, options, dtype, device)
     plain = run(case.function, tensors, options, case.grads)
-    names = (
-        case.layouts
-        if case.layouts is not None
-        else [k for k, t in tensors.items() if t.is_floating_point()]
-    )
-    for name in names:
+    for name in tensors:
         for what, variant in layout_variants(tensors[name]):
             other = run(case.function, {**tensors, name: variant}, options, case.grads)
             _near(plain, other, f"{name} {what}")
