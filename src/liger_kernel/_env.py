@@ -118,11 +118,6 @@ def interpreting() -> bool:
     return _INTERPRETING
 
 
-def takes_ptx(device: torch.device) -> bool:
-    """Whether kernels for this device may hold instructions of NVIDIA's."""
-    return device_info(device).arch.startswith("sm_") and not _INTERPRETING
-
-
 def triton_runs_on(device_type: str) -> bool:
     """Whether a Triton kernel can be launched on tensors of this device type."""
     if device_type == "meta":

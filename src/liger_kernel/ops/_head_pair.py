@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_kernel import _env
 from liger_kernel.ops._head_pair_kernels import pair_kernel
 from liger_kernel.ops._op import dense
-from liger_kernel.ops._triton import cdiv, launch
+from liger_kernel.ops._triton import cdiv, launch, takes_ptx
 
 FORMS = ("kl", "reverse_kl", "jsd", "tvd", "cosine")
 Transform = tuple[float, float | None, float]  # pre_scale, softcap, post_scale
@@ -129,7 +129,7 @@ def pair_rows(
     flags = {
         "FORM": loss.form, "TEACHER": loss.teacher, "HARD": hard_form(loss, n_cols != V), "S_FORM": s_form,
         "T_FORM": t_form, "PADDED": n_cols != V, "STAGE": stage, "SLICE": slice_,
-        "PTX": _env.takes_ptx(device),
+        "PTX": takes_ptx(device),
     }  # fmt: skip
     launch(pair_kernel, (programs,), device, *args, **flags, **meta)
     return stats

@@ -48,6 +48,7 @@ __all__ = [
     "cdiv",
     "launch",
     "planned",
+    "takes_ptx",
     "tl",
     "triton",
 ]
@@ -213,6 +214,11 @@ def _hooked() -> bool:
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     # Each is None, a function or, in newer versions, a chain of them that may be empty.
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def takes_ptx(device: torch.device) -> bool:
+    """Whether kernels for this device may hold instructions of NVIDIA's."""
+    return _env.device_info(device).arch.startswith("sm_") and not _env.interpreting()
 
 
 def cdiv(a: int, b: int) -> int:

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernel import _env
 from liger_kernel.ops._descriptors import TensorDescriptor, aligned, pays
 from liger_kernel.ops._device import row_base
 from liger_kernel.ops._dot import grouped
 from liger_kernel.ops._op import Cost, Op, dense, named, require
-from liger_kernel.ops._triton import cdiv, launch, tl, triton
+from liger_kernel.ops._triton import cdiv, launch, takes_ptx, tl, triton
 
 _PER_BYTE = 4
 
@@ -202,7 +201,7 @@ def int8int2_matmul(a: Tensor, packed: Tensor) -> Tensor:
         _matmul_kernel, (cdiv(n_rows, tile.rows) * cdiv(n_cols, tile.columns),), a.device,
         c, operands[0], a.stride(0), operands[1], n_rows, n_cols, quarter,
         ROWS=tile.rows, COLS=tile.columns, STEP=tile.step, GROUP=_GROUP, TMA=tma, TURNED=tile.turned,
-        PTX=_env.takes_ptx(a.device), num_warps=tile.warps, num_stages=tile.stages,
+        PTX=takes_ptx(a.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return c
 
