@@ -289,26 +289,39 @@ def test_tokens_that_are_still_being_counted(masked, dh, budget, device):
         assert chunks == 1
 
 
+PAGED = 384  # classes, three pages
+
+
+@pytest.fixture
+def homes(monkeypatch):
+    """What is found of dW's memory for first chunks, which these sizes would otherwise be too small for."""
+    found, find = [], exponentials._home
+    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
+    monkeypatch.setattr(exponentials, "_BUSY", 0)
+    monkeypatch.setattr(exponentials, "_home", lambda *a: found.append(find(*a)) or found[-1])
+    return found
+
+
+def _rows(n, hidden):
+    """The budget of n rows of PAGED classes."""
+    return n * (PAGED * hidden.element_size() + 8)
+
+
 @pytest.mark.parametrize("masked", ["counted", "none counted", "all", "known"])
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("head", [{}, {"bias": True, "softcap": 3.0}], ids=str)
-def test_a_first_chunk_in_the_memory_of_dw(head, accum_dtype, masked, device, monkeypatch):
+def test_a_first_chunk_in_the_memory_of_dw(head, accum_dtype, masked, device, homes):
     """With a budget of a few rows; pages of its exponentials become dW one after the other."""
-    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
-    monkeypatch.setattr(exponentials, "_BUSY", 0)
-    homes, find = [], exponentials._home
-    monkeypatch.setattr(exponentials, "_home", lambda *a: homes.append(find(*a)) or homes[-1])
     head = dict(head)
-    hidden, weight, targets, bias = _batch(device, bias=head.pop("bias", False), vocab=384)
+    hidden, weight, targets, bias = _batch(device, bias=head.pop("bias", False), vocab=PAGED)
     if masked == "all":
         targets[:] = IGNORE
     elif masked == "none counted":
         targets[:] = torch.where(targets == IGNORE, 1, targets)
     hidden[targets == IGNORE] = 0.0 if masked == "known" else float("nan")
     keep = None if masked == "known" else Counting(targets, IGNORE)
-    row = 384 * hidden.element_size() + 8
     logp, grads, _, a = _run(
-        hidden, weight, targets, bias, budget=8 * row, keep=keep, accum_dtype=accum_dtype, **head,
+        hidden, weight, targets, bias, budget=_rows(8, hidden), keep=keep, accum_dtype=accum_dtype, **head,
         upstream=torch.linspace(-1, 2, N, device=device),
     )  # fmt: skip
     assert len(homes) == 1
@@ -324,11 +337,9 @@ def test_a_first_chunk_in_the_memory_of_dw(head, accum_dtype, masked, device, mo
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_hits_of_a_first_chunk_in_the_memory_of_dw(far, device, monkeypatch):
+def test_hits_of_a_first_chunk_in_the_memory_of_dw(far, device, homes):
     """And where the chunk is done again; ignored tokens are neither counted nor dropped."""
-    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
-    monkeypatch.setattr(exponentials, "_BUSY", 0)
-    hidden, weight, targets, _ = _batch(device, vocab=384)
+    hidden, weight, targets, _ = _batch(device, vocab=PAGED)
     if far:
         _far(weight, hidden, targets)
     best = (hidden.double() @ weight.double().t()).argmax(-1)
@@ -337,7 +348,7 @@ def test_hits_of_a_first_chunk_in_the_memory_of_dw(far, device, monkeypatch):
     a = torch.linspace(-1, 2, N, device=device)
     found, grads = exponentials.run(
         hidden, HeadParams(weight), lambda known, start, stop, _: (known.correct, a[start:stop]), Wanted(True, True),
-        targets=targets, ignore_index=IGNORE, keep=None, budget=8 * (384 * hidden.element_size() + 8),
+        targets=targets, ignore_index=IGNORE, keep=None, budget=_rows(8, hidden),
         accum_dtype=torch.float32, hits=True,
     )  # fmt: skip
     assert found[0].shape[0] > found[1].shape[0]
@@ -347,25 +358,20 @@ def test_hits_of_a_first_chunk_in_the_memory_of_dw(far, device, monkeypatch):
     _near(grads.weight, truth[1], 4 * CLOSE)
 
 
-def test_a_first_chunk_whose_products_would_have_few_tiles(device, monkeypatch):
-    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
-    homes, find = [], exponentials._home
-    monkeypatch.setattr(exponentials, "_home", lambda *a: homes.append(find(*a)) or homes[-1])
-    hidden, weight, targets, _ = _batch(device, vocab=384)
+def test_a_first_chunk_whose_products_would_have_few_tiles(device, homes, monkeypatch):
+    hidden, weight, targets, _ = _batch(device, vocab=PAGED)
     for busy in (0, 2):
         monkeypatch.setattr(exponentials, "_BUSY", busy)
-        _run(hidden, weight, targets, budget=8 * (384 * hidden.element_size() + 8))
+        _run(hidden, weight, targets, budget=_rows(8, hidden))
     assert [home is None for home in homes] == [False, True]
 
 
-def test_dw_that_holds_something_lends_no_memory(device, monkeypatch):
-    monkeypatch.setattr(exponentials, "_GROUP_PAGES", 1)
-    monkeypatch.setattr(exponentials, "_BUSY", 0)
-    hidden, weight, targets, _ = _batch(device, vocab=384)
+def test_dw_that_holds_something_lends_no_memory(device, homes):
+    hidden, weight, targets, _ = _batch(device, vocab=PAGED)
     into, a = torch.ones_like(weight), torch.ones(N, device=device)
     exponentials.run(
         hidden, HeadParams(weight), lambda known, start, stop, _: (None, a[start:stop]), Wanted(True, True),
-        targets=targets, ignore_index=IGNORE, keep=None, budget=8 * 1600, accum_dtype=None, into=into,
+        targets=targets, ignore_index=IGNORE, keep=None, budget=_rows(8, hidden), accum_dtype=None, into=into,
     )  # fmt: skip
     _, truth = _truth(hidden, weight, targets, None, a)
     _near(into, truth[1] + 1, 1e-6 if EXACT else 1e-2)

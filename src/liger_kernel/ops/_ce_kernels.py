@@ -240,9 +240,7 @@ def _rows_kernel(
     SHIFTED: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0), 0
-    if PARTS > 1:
-        row, part = take_place(BOARD, PARTS)
+    row, part = take_place(BOARD, PARTS)
     label = tl.load(T + row).to(tl.int64)
     at_z, before = first_column(row, sZ, EACH, SHIFTED)
     at_out, _ = first_column(row, sOUT, EACH, SHIFTED)

@@ -23,9 +23,12 @@ _LINE = tl.constexpr(64)  # columns that parts are rounded to
 
 @triton.jit
 def take_place(BOARD, PARTS: tl.constexpr):
-    """-> row and part of this program."""
-    place = tl.atomic_add(BOARD, 1, sem="relaxed").to(tl.int32)
-    return place // PARTS, place % PARTS
+    """-> row and part of this program; where no row is shared its index is the row, and BOARD None."""
+    row, part = tl.program_id(0), 0
+    if PARTS > 1:
+        place = tl.atomic_add(BOARD, 1, sem="relaxed").to(tl.int32)
+        row, part = place // PARTS, place % PARTS
+    return row, part
 
 
 @triton.jit

@@ -67,9 +67,7 @@ def forward_wide_kernel(
     STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEPS * LANES * EACH
-    row, part = tl.program_id(0), 0
-    if PARTS > 1:
-        row, part = take_place(BOARD, PARTS)
+    row, part = take_place(BOARD, PARTS)
     at_x, before = first_column(row, sX_row, EACH, SHIFTED)
     at_y, _ = first_column(row, n_cols, EACH, SHIFTED)
     first, before, whole, behind = part_of(part, n_cols, before, PARTS)
@@ -126,9 +124,7 @@ def backward_wide_kernel(
     PARTS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEPS * LANES * EACH
-    row, part = tl.program_id(0), 0
-    if PARTS > 1:
-        row, part = take_place(BOARD, PARTS)
+    row, part = take_place(BOARD, PARTS)
     at_dy, before = first_column(row, sDY_row, EACH, SHIFTED)
     at_y, _ = first_column(row, sY_row, EACH, SHIFTED)
     at_dx, _ = first_column(row, n_cols, EACH, SHIFTED)

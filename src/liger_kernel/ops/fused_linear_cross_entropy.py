@@ -107,7 +107,7 @@ def head_cross_entropy(
 
     upstream: gradient of the loss as given, scalar or `[N]`; None for 1.
     """
-    labels, vocab, n = target.reshape(-1), weight.shape[0], target.numel()
+    labels, vocab, n = target.reshape(-1).contiguous(), weight.shape[0], target.numel()
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
     wide, wanted = compute_dtype(hidden), Wanted(need_dh, need_dw, need_db)
     plain = not (label_smoothing or lse_square_scale or want_prediction)
@@ -120,7 +120,7 @@ def head_cross_entropy(
         find = valid_tokens_later if without_logits else valid_tokens
         tokens = find(labels, ignore_index, num_valid)
     else:  # quickly computed for nothing, rather than counted
-        tokens, hidden = None, without_ignored(hidden, target, ignore_index)
+        tokens, hidden = None, without_ignored(hidden, labels, ignore_index)
     scales = once(lambda: factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide))
     each = None if upstream is None else upstream.reshape(-1).expand(n)
     call: dict[str, Any] = {"keep": tokens, "budget": budget, "accum_dtype": accum_dtype}

@@ -11,6 +11,8 @@ Memory   reads a and packed, a quarter of what int8 weights would be, and writes
          beforehand, into K N / 4 bytes that live as long as the call. Not differentiable.
 Source   Ma et al., "The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits", arXiv:2402.17764
 """
+# pyright: reportGeneralTypeIssues=false
+# (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
 
 from typing import Any, NamedTuple
 
@@ -77,7 +79,7 @@ def _matmul_kernel(
     places, so that one access brings both; the rows of c^T go back to their order at the end.
     """
     m_blocks, n_blocks = tl.cdiv(n_rows, ROWS), tl.cdiv(n_cols, COLS)
-    m, n = grouped(tl.program_id(0), m_blocks, n_blocks, GROUP)  # type: ignore[misc]
+    m, n = grouped(tl.program_id(0), m_blocks, n_blocks, GROUP)
     row, col = m * ROWS, n * COLS
     rows = row + tl.arange(0, ROWS)
     cols = col + tl.arange(0, COLS)

@@ -263,8 +263,8 @@ def layouts(
     """Operands and upstream gradients of any strides give the result of contiguous ones."""
     tensors = case.draw(shape, options, dtype, device)
     plain = run(case.function, tensors, options, case.grads)
-    for name in tensors:
-        for what, variant in layout_variants(tensors[name]):
+    for name, tensor in tensors.items():
+        for what, variant in layout_variants(tensor):
             other = run(case.function, {**tensors, name: variant}, options, case.grads)
             _near(plain, other, f"{name} {what}")
     _gradient_layouts(case, tensors, options)

@@ -87,7 +87,7 @@ def objective_cross_entropy(
 
 @triton.jit(do_not_specialize=["start", "n_tokens", "n_classes", "ignore_index"])
 def _loss_kernel(
-    NUMBERS, A, LOGP, CORRECT, T, SCALE, W, U, INDEX, sT, sU, start, n_tokens, n_classes, ignore_index,
+    NUMBERS, A, LOGP, CORRECT, T, SCALE, W, U, INDEX, sU, start, n_tokens, n_classes, ignore_index,
     TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A token's loss and what `RowStats` has besides, and the loss's derivative by logp."""
@@ -96,7 +96,7 @@ def _loss_kernel(
     at = (start + i).to(tl.int64)
     if INDEX is not None:
         at = tl.load(INDEX + i, mask=mask, other=0)
-    y = tl.load(T + at * sT, mask=mask, other=0).to(tl.int64)
+    y = tl.load(T + at, mask=mask, other=0).to(tl.int64)
     logp = tl.load(LOGP + i, mask=mask, other=0.0)
     factor = tl.zeros((BLOCK,), tl.float32) + tl.load(SCALE)
     if W is not None:
@@ -126,10 +126,10 @@ def loss_of_logp(
     token_scaling: bool, ignore_index: int,
 ) -> PerToken:  # fmt: skip
     """For `exponentials.run`: the loss of a chunk's tokens and its derivative, from their log-probabilities. scales:
-    `denominators`, asked for once the chunk's first product is under way.
+    `denominators`, asked for once the chunk's first product is under way. labels: contiguous.
     """
     weight = None if ce_weight is None else dense(ce_weight)
-    steps = labels.stride(0), 0 if upstream is None else upstream.stride(0)
+    step = 0 if upstream is None else upstream.stride(0)
 
     def per_token(
         known: Targets, start: int, stop: int, index: Tensor | None
@@ -137,7 +137,7 @@ def loss_of_logp(
         n, logp = stop - start, known.logp
         numbers, a = logp.new_empty((4, n)), torch.empty_like(logp)
         tensors = (numbers, a, logp, known.correct, labels, scales(), weight, upstream, index)
-        sizes = (*steps, start, n, 0 if weight is None else weight.shape[0], ignore_index)
+        sizes = (step, start, n, 0 if weight is None else weight.shape[0], ignore_index)
         launch(
             _loss_kernel, (cdiv(n, _BLOCK),), logp.device, *tensors, *sizes, TOKEN_SCALING=token_scaling, BLOCK=_BLOCK,
             num_warps=4,

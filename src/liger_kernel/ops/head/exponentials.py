@@ -250,7 +250,6 @@ class _Chunk:
         self.blocks = cdiv(self.vocab, _TILE["BN"])
         scales = (head.pre_scale, head.softcap, head.post_scale / head.temperature)
         self.form, *self.transform, self.slope = transform_of(*scales)
-        self.begin(most, at_home=False)
         # zeros: matrix products of a CPU read the padding
         make = torch.zeros if _env.interpreting() else torch.empty
         self.buffer = make(most if store else 1, stride, dtype=like.dtype, device=like.device)

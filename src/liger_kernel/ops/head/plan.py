@@ -15,7 +15,7 @@ from liger_kernel import _env
 from liger_kernel.ops._triton import cdiv
 
 MAX_CHUNKS = 8  # up to here bf16 accumulation of dW stays within the tolerance rule
-_TILE = 128  # rows of a matrix product's tile
+_TILE_ROWS = 128  # rows of a matrix product's tile
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,12 @@ def plan(
 
 def chunked(tokens: int, row_stride: int, row_bytes: int, budget: int) -> Plan:
     """The plan for `tokens` rows that take `row_bytes` each."""
-    most = _whole(budget // row_bytes, _TILE)
+    most = _whole(budget // row_bytes, _TILE_ROWS)
     chunks = max(cdiv(tokens, most), 1)
-    if chunks > MAX_CHUNKS and cdiv(tokens, _whole(2 * budget // row_bytes, _TILE)) <= MAX_CHUNKS:
+    if (
+        chunks > MAX_CHUNKS
+        and cdiv(tokens, _whole(2 * budget // row_bytes, _TILE_ROWS)) <= MAX_CHUNKS
+    ):
         chunks = MAX_CHUNKS
     elif chunks > MAX_CHUNKS:
         most = fitting(budget // row_bytes)
@@ -81,7 +84,7 @@ def cuts_of(start: int, stop: int, most: int) -> list[tuple[int, int]]:
 
 def _balanced(tokens: int, chunks: int, most: int) -> int:
     """Rows of each of so many chunks that hold `most` at most."""
-    unit = next(unit for unit in (_TILE, _TILE // 2, 8) if most % unit == 0)
+    unit = next(unit for unit in (_TILE_ROWS, _TILE_ROWS // 2, 8) if most % unit == 0)
     return tokens if chunks == 1 else _round_up(cdiv(tokens, chunks), unit)
 
 
@@ -137,12 +140,12 @@ def fitting(rows: int) -> int:
     """Of so many rows whole tiles. Few rows may end with half a tile: with many chunks every further one reads and
     writes dW once more, which costs more than the other half.
     """
-    return _whole(rows, _TILE if rows >= 4 * _TILE else _TILE // 2)
+    return _whole(rows, _TILE_ROWS if rows >= 4 * _TILE_ROWS else _TILE_ROWS // 2)
 
 
 def _whole(rows: int, unit: int) -> int:
     """Rows within the budget, whole units where it holds a tile; never fewer than 8, whatever the budget."""
-    return rows // unit * unit if rows >= _TILE else max(rows // 8 * 8, 8)
+    return rows // unit * unit if rows >= _TILE_ROWS else max(rows // 8 * 8, 8)
 
 
 def _round_up(n: int, unit: int) -> int:
