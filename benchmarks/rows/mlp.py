@@ -1,4 +1,4 @@
-"""Whole MLPs: of one function, and over one part of the sequence at a time."""
+"""Whole MLPs: of one function, and over one part of the sequence at a time; and their second half."""
 
 from typing import Any
 
@@ -30,6 +30,11 @@ def _cost(ops: Any, **inputs: Tensor) -> Any:
     from liger_kernel.ops import mlp
 
     return mlp.cost(*inputs.values())
+
+
+def _second_half(make: Make, tokens: int, hidden: int, inner: int) -> Inputs:
+    weight = make(hidden, inner).mul_(inner**-0.5)
+    return {"gate": make(tokens, inner), "up": make(tokens, inner), "weight": weight}
 
 
 def _tiled(ops: Any) -> Function:
@@ -75,5 +80,14 @@ ROWS = [
         quick=(),
         ours={"ours": _tiled},
         **_ROW,
+    ),
+    Bench(
+        "gated_linear",
+        inputs=_second_half,
+        grads=("gate", "up", "weight"),
+        shapes={"8192x4096x14336": (8192, 4096, 14336), "8192x2048x8192": (8192, 2048, 8192)},
+        tiny=(64, 64, 128),
+        quick=("8192x4096x14336",),
+        products=lambda gate, weight, **_: (gate.shape[0], *weight.shape),
     ),
 ]

@@ -15,7 +15,8 @@ Backward, with g = scale * gate:   dgate = dy * up * down * scale * act'(g),   d
 Casts   as eager PyTorch: scale * gate and act(g) are computed in fp32 and rounded to gate's dtype before they meet up;
         y has the promoted dtype of gate and up. The product with `down` is rounded once, and so is each gradient.
 Memory  forward reads gate and up, writes y, keeps its inputs only; backward reads dy, gate and up once and writes both
-        gradients in the same pass. Operands with adjacent columns are never copied, whatever their row stride.
+        gradients in the same pass, over gate and up where autograd alone still holds those (`_reuse`). Operands with
+        adjacent columns are never copied, whatever their row stride.
 """
 # pyright: reportGeneralTypeIssues=false
 # (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from liger_kernel.ops._device import INV_SQRT_2PI, SQRT_HALF, exp, logistic
 from liger_kernel.ops._elementwise import at, tile, tile_table, tiled
-from liger_kernel.ops._op import Cost, like, named, rows
+from liger_kernel.ops._op import Cost, like, named, place, rows
 from liger_kernel.ops._triton import tl, triton
 
 _CUBIC: tl.constexpr = tl.constexpr(0.044715)
@@ -76,27 +77,36 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    DG, DU, DY, G, U, sDG_row, sDU_row, sDY_row, sG_row, sU_row, n_rows, n_cols, scale, down,
-    ACT: tl.constexpr, NEED_DG: tl.constexpr, NEED_DU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DG, DU, Y, DY, G, U, sDG_row, sDU_row, sY_row, sDY_row, sG_row, sU_row, n_rows, n_cols, scale, down,
+    ACT: tl.constexpr, NEED_DG: tl.constexpr, NEED_DU: tl.constexpr, NEED_Y: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """An output may lie over an operand of its dtype, DG over G, DU over U, Y over DY: a thread has read what it
+    writes over."""
     row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)
     stored = G.dtype.element_ty
     dy = tl.load(at(DY, row, sDY_row, start, cols), mask=mask, other=0.0).to(tl.float32) * down
     g = tl.load(at(G, row, sG_row, start, cols), mask=mask, other=0.0).to(tl.float32)
     a, slope = _activation((g * scale).to(stored).to(tl.float32), ACT)
-    if NEED_DG:
+    a = a.to(stored).to(tl.float32)
+    u = dy
+    if NEED_DG or NEED_Y:
         u = tl.load(at(U, row, sU_row, start, cols), mask=mask, other=0.0).to(tl.float32)
+    if NEED_DG:
         dg = dy * u * slope * scale
         tl.store(at(DG, row, sDG_row, start, cols), dg.to(DG.dtype.element_ty), mask=mask)
     if NEED_DU:
-        du = dy * a.to(stored).to(tl.float32)
-        tl.store(at(DU, row, sDU_row, start, cols), du.to(DU.dtype.element_ty), mask=mask)
+        tl.store(at(DU, row, sDU_row, start, cols), (dy * a).to(DU.dtype.element_ty), mask=mask)
+    if NEED_Y:
+        y = a * u * down
+        tl.store(at(Y, row, sY_row, start, cols), y.to(Y.dtype.element_ty), mask=mask)
 
 
 # 2 launch
 
 _forward = tiled(_forward_kernel, tile_table("gated.forward"), ("ACT",))
-_backward = tiled(_backward_kernel, tile_table("gated.backward"), ("ACT", "NEED_DG", "NEED_DU"))
+_NEEDS = ("NEED_DG", "NEED_DU", "NEED_Y")
+_backward = tiled(_backward_kernel, tile_table("gated.backward"), ("ACT", *_NEEDS))
 
 
 def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,47 +127,65 @@ def gated_forward(gate: Tensor, up: Tensor, act: str, scale: float, down: float)
     return y
 
 
+def gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, scale: float, down: float, dgate: Tensor | None, dup: Tensor | None,
+    y: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes dgate, dup and y = the product itself, those that are given: over gate, up and dy, or elsewhere."""
+    # What is not needed has no memory: an operand stands in, and the flag keeps the kernel from writing it.
+    outputs = gate if dgate is None else dgate, up if dup is None else dup, dy if y is None else y
+    needs = dgate is not None, dup is not None, y is not None
+    _backward((*outputs, dy, gate, up), (scale, down), (act, *needs))
+
+
 def _fake_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, act: str, scale: float, down: float, need_dgate: bool, need_dup: bool
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, scale: float, down: float, need_dgate: bool, need_dup: bool,
+    dgate: Tensor | None = None, dup: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gate.new_empty(gate.shape if need_dgate else 0), up.new_empty(
-        up.shape if need_dup else 0
+    return (
+        place(dgate, gate) if need_dgate else gate.new_empty(0),
+        place(dup, up) if need_dup else up.new_empty(0),
     )
 
 
 @named(
-    "(Tensor dy, Tensor gate, Tensor up, str act, float scale, float down, bool need_dgate, bool need_dup)"
-    " -> (Tensor, Tensor)",
+    "(Tensor dy, Tensor gate, Tensor up, str act, float scale, float down, bool need_dgate, bool need_dup,"
+    " Tensor? dgate=None, Tensor? dup=None) -> (Tensor, Tensor)",
     _fake_backward,
 )
 def gated_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, act: str, scale: float, down: float, need_dgate: bool, need_dup: bool
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, scale: float, down: float, need_dgate: bool, need_dup: bool,
+    dgate: Tensor | None = None, dup: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> dgate, dup, contiguous; one that is not needed is empty."""
-    dgate = like(gate) if need_dgate else gate.new_empty(0)
-    dup = like(up) if need_dup else up.new_empty(0)
-    # A gradient that is not needed has no memory: its operand stands in and the flag keeps the kernel from writing it.
-    outputs = (dgate if need_dgate else gate, dup if need_dup else up)
-    _backward((*outputs, dy, gate, up), (scale, down), (act, need_dgate, need_dup))
-    return dgate, dup
+    """-> dgate, dup, contiguous; one that is not needed is empty. In the memory of dgate and dup where that is given,
+    gate's and up's own as a rule (`_reuse`)."""
+    dgate = place(dgate, gate) if need_dgate else None
+    dup = place(dup, up) if need_dup else None
+    gradients(dy, gate, up, act, scale, down, dgate, dup)
+    return (
+        gate.new_empty(0) if dgate is None else dgate,
+        up.new_empty(0) if dup is None else dup,
+    )
 
 
 def _fake_packed_backward(
-    dy: Tensor, gate_up: Tensor, act: str, scale: float, down: float
+    dy: Tensor, gate_up: Tensor, act: str, scale: float, down: float, dgate_up: Tensor | None = None
 ) -> Tensor:
-    return gate_up.new_empty(gate_up.shape)
+    return place(dgate_up, gate_up)
 
 
 @named(
-    "(Tensor dy, Tensor gate_up, str act, float scale, float down) -> Tensor", _fake_packed_backward
+    "(Tensor dy, Tensor gate_up, str act, float scale, float down, Tensor? dgate_up=None) -> Tensor",
+    _fake_packed_backward,
 )
 def gated_packed_backward(
-    dy: Tensor, gate_up: Tensor, act: str, scale: float, down: float
+    dy: Tensor, gate_up: Tensor, act: str, scale: float, down: float, dgate_up: Tensor | None = None
 ) -> Tensor:
-    """-> dgate_up `[*, 2F]`, contiguous: one buffer, ready for the single product of a packed projection."""
-    dgate_up = like(gate_up)
-    operands = (*halves(rows(dgate_up)), rows(dy), *halves(rows(gate_up)))
-    _backward(operands, (scale, down), (act, True, True))
+    """-> dgate_up `[*, 2F]`, contiguous: one buffer, ready for the single product of a packed projection. In dgate_up
+    if that is given, as in `gated_backward`."""
+    dgate_up = place(dgate_up, gate_up)
+    places = halves(rows(dgate_up))
+    gradients(rows(dy), *halves(rows(gate_up)), act, scale, down, *places)
     return dgate_up
 
 

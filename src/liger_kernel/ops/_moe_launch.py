@@ -200,10 +200,10 @@ def gate_backward(
     u: Tensor, both: Tensor, weights: Tensor, routing: Routing, plan: Plan, gate: Gate,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> d(gate, up) `[slots, 2I]`, r a `[slots, I]`, <u, a> `[S]` fp32; what is not needed is empty."""
+    """-> d(gate, up) `[slots, 2I]`, r a `[slots, I]` written over u, <u, a> `[S]` fp32; what is not needed is empty."""
     slots, n = u.shape
     dboth = u.new_empty((slots, 2 * n) if needs[0] else 0)
-    weighted = u.new_empty((slots, n) if needs[1] else 0)
+    weighted = u if needs[1] else u.new_empty(0)
     sums = u.new_empty(both.shape[0] if needs[2] else 0, dtype=torch.float32)
     many, block = _GATED[0], min(_GATED[1], block_of(n))
     launch(

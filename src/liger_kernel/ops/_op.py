@@ -166,6 +166,11 @@ def observed() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def watched() -> bool:
+    """Whether somebody but an estimate is to see every operator by name, and no result over an operand."""
+    return observed() and _env.planned_memory is None
+
+
 # Gradients
 
 
@@ -253,6 +258,11 @@ def spaced(x: Tensor) -> tuple[Tensor, int]:
 def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Contiguous memory of x's shape. `torch.empty` would take twice the time, most of it to read the shape."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def place(given: Tensor | None, x: Tensor) -> Tensor:
+    """The memory that is given for a result like x, else new memory."""
+    return like(x) if given is None else given
 
 
 def dense(x: Tensor) -> Tensor:

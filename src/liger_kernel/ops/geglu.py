@@ -19,6 +19,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _gated
 from liger_kernel.ops._op import Op, choice, first_order
+from liger_kernel.ops._reuse import saved
 
 _KERNEL_NAMES = {"tanh": "gelu_tanh", "none": "gelu"}
 APPROXIMATIONS = tuple(_KERNEL_NAMES)
@@ -49,9 +50,11 @@ class _GeGLU(torch.autograd.Function):
     @staticmethod
     @first_order("geglu")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
+        (gate, up), rooms = saved(ctx)
         need_dgate, need_dup = ctx.needs_input_grad[:2]
-        dgate, dup = _gated.gated_backward(dy, gate, up, ctx.act, 1.0, 1.0, need_dgate, need_dup)
+        dgate, dup = _gated.gated_backward(
+            dy, gate, up, ctx.act, 1.0, 1.0, need_dgate, need_dup, *rooms
+        )
         return dgate if need_dgate else None, dup if need_dup else None, None
 
 
@@ -66,8 +69,8 @@ class _GeGLUPacked(torch.autograd.Function):
     @staticmethod
     @first_order("geglu_packed")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (gate_up,) = ctx.saved_tensors
-        return _gated.gated_packed_backward(dy, gate_up, ctx.act, 1.0, 1.0), None
+        (gate_up,), rooms = saved(ctx)
+        return _gated.gated_packed_backward(dy, gate_up, ctx.act, 1.0, 1.0, *rooms), None
 
 
 OP = Op(
@@ -103,7 +106,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh", impl: str | None 
     Returns:
         `[*, F]`, contiguous, in the promoted dtype of gate and up.
     Memory:
-        Keeps gate and up for backward and writes over neither.
+        Keeps gate and up for backward, which writes their gradients over them if nobody else holds them.
     Raises:
         ValueError: unknown approximation, or gate and up differ in shape.
     """
@@ -121,7 +124,7 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh", impl: str | None = 
     Returns:
         `[*, F]`, contiguous, in gate_up's dtype.
     Memory:
-        Keeps gate_up for backward and does not write over it.
+        Keeps gate_up for backward, which writes its gradient over it if nobody else holds it.
     Raises:
         ValueError: unknown approximation, or the last dimension is odd.
     """

@@ -12,11 +12,10 @@ would keep it; here the kernel that makes dg and du has every operand of a in it
 Casts   as the separate layers: g, u, silu(g) and a are rounded to the common dtype; the products' sums are the matrix
         library's. dx gathers its second product onto the first, rounded.
 Memory  keeps x and 2F values a token (the separate layers: 3F). Forward moves 3NF values in one elementwise kernel,
-        backward 6NF; 3F values a token, above what is kept, are the most that backward has at a time.
+        backward 6NF. Backward has F values a token above what is kept, and 2F more if what is kept, over which it
+        writes the gradients of g and u, is wanted again (`retain_graph`).
 Paper   Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202
 """
-# pyright: reportGeneralTypeIssues=false
-# (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
 
 from typing import Any
 
@@ -24,11 +23,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import swiglu
-from liger_kernel.ops._device import logistic
-from liger_kernel.ops._elementwise import at, tile, tiled
-from liger_kernel.ops._gated import gated_forward, halves
-from liger_kernel.ops._op import Cost, Op, first_order, named, require, rows
-from liger_kernel.ops._triton import tl, triton
+from liger_kernel.ops._gated import gated_forward, gradients, halves
+from liger_kernel.ops._op import Cost, Op, first_order, named, place, require, rows
+from liger_kernel.ops._reuse import saved
 
 # 1 reference
 
@@ -43,31 +40,7 @@ def reference(
     return linear(swiglu.reference(gate, up, gate_multiplier, down_multiplier), down_weight)
 
 
-# 2 kernel
-
-
-@triton.jit
-def _backward_kernel(
-    DG, DU, A, DA, G, U, sDG_row, sDU_row, sA_row, sDA_row, sG_row, sU_row, n_rows, n_cols, scale, down,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, start, cols, mask = tile(n_rows, n_cols, ROWS, BLOCK)
-    stored = G.dtype.element_ty
-    da = tl.load(at(DA, row, sDA_row, start, cols), mask=mask, other=0.0).to(tl.float32) * down
-    g = tl.load(at(G, row, sG_row, start, cols), mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(at(U, row, sU_row, start, cols), mask=mask, other=0.0).to(tl.float32)
-    scaled = (g * scale).to(stored).to(tl.float32)
-    c, dc = logistic(scaled)
-    act = (scaled * c).to(stored).to(tl.float32)
-    dg = da * u * (c + scaled * dc) * scale
-    tl.store(at(DG, row, sDG_row, start, cols), dg.to(stored), mask=mask)
-    tl.store(at(DU, row, sDU_row, start, cols), (da * act).to(stored), mask=mask)
-    tl.store(at(A, row, sA_row, start, cols), (act * u * down).to(stored), mask=mask)
-
-
-# 3 launch
-
-_backward = tiled(_backward_kernel)
+# 2 launch
 
 
 def _fake_forward(
@@ -96,7 +69,7 @@ def mlp_forward_kernel(
 
 def _fake_backward(
     dy: Tensor, x: Tensor, wg: Tensor, wu: Tensor, wd: Tensor, gate_up: Tensor, scale: float, down: float,
-    need_dx: bool, need_dgate_up: bool, need_ddown: bool,
+    need_dx: bool, need_dgate_up: bool, need_ddown: bool, dgate_up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return (
         x.new_empty(x.shape if need_dx else 0),
@@ -107,20 +80,20 @@ def _fake_backward(
 
 @named(
     "(Tensor dy, Tensor x, Tensor wg, Tensor wu, Tensor wd, Tensor gate_up, float scale, float down,"
-    " bool need_dx, bool need_dgate_up, bool need_ddown) -> (Tensor, Tensor, Tensor)",
+    " bool need_dx, bool need_dgate_up, bool need_ddown, Tensor? dgate_up=None) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def mlp_backward_kernel(
     dy: Tensor, x: Tensor, wg: Tensor, wu: Tensor, wd: Tensor, gate_up: Tensor, scale: float, down: float,
-    need_dx: bool, need_dgate_up: bool, need_ddown: bool,
+    need_dx: bool, need_dgate_up: bool, need_ddown: bool, dgate_up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dx, dWg above dWu, dWd; one that is not needed is empty."""
+    """-> dx, dWg above dWu, dWd; one that is not needed is empty. dgate_up: memory for it, gate_up's own as a rule."""
     dy2, x2 = rows(dy), rows(x)
     empty = [x.new_empty(0) for _ in range(3)]
     da = torch.mm(dy2, wd)
-    dgate_up = torch.empty_like(gate_up)
+    dgate_up = place(dgate_up, gate_up)
     dgate, dup = halves(dgate_up)
-    _backward((dgate, dup, da, da, *halves(gate_up)), (scale, down))
+    gradients(da, *halves(gate_up), "silu", scale, down, dgate, dup, da if need_ddown else None)
     a = da
     ddown = torch.mm(dy2.t(), a) if need_ddown else empty[2]
     del a, da  # before there is more
@@ -129,7 +102,7 @@ def mlp_backward_kernel(
     return dx, dw, ddown
 
 
-# 4 op
+# 3 op
 
 
 class _MLP(torch.autograd.Function):
@@ -145,10 +118,20 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     @first_order("mlp")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, wg, wu, wd, gate_up = ctx.saved_tensors
+        (x, wg, wu, wd, gate_up), rooms = saved(ctx)
         need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
         dx, dw, dwd = mlp_backward_kernel(
-            dy, x, wg, wu, wd, gate_up, *ctx.multipliers, need_x, need_gate or need_up, need_down
+            dy,
+            x,
+            wg,
+            wu,
+            wd,
+            gate_up,
+            *ctx.multipliers,
+            need_x,
+            need_gate or need_up,
+            need_down,
+            rooms[-1],
         )
         dwg, dwu = dw.chunk(2) if need_gate or need_up else (None, None)
         return (
@@ -181,7 +164,7 @@ def cost(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
 
 OP = Op("mlp", reference, reference, _MLP.apply, supports, cost)
 
-# 5 public
+# 4 public
 
 
 def mlp(
@@ -200,7 +183,7 @@ def mlp(
     Returns:
         `[*, H']`, contiguous.
     Memory:
-        Keeps x, the weights and `[N, 2F]`; writes over none of them.
+        Keeps x, the weights and `[N, 2F]`; backward writes over the last.
     Raises:
         ValueError: shapes that do not fit each other.
         TypeError: dtypes that differ.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _gated
 from liger_kernel.ops._op import Op, first_order
+from liger_kernel.ops._reuse import saved
 
 # 1 reference
 
@@ -41,9 +42,11 @@ class _ReGLU(torch.autograd.Function):
     @staticmethod
     @first_order("reglu")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
+        (gate, up), rooms = saved(ctx)
         need_dgate, need_dup = ctx.needs_input_grad
-        dgate, dup = _gated.gated_backward(dy, gate, up, "relu", 1.0, 1.0, need_dgate, need_dup)
+        dgate, dup = _gated.gated_backward(
+            dy, gate, up, "relu", 1.0, 1.0, need_dgate, need_dup, *rooms
+        )
         return dgate if need_dgate else None, dup if need_dup else None
 
 
@@ -56,8 +59,8 @@ class _ReGLUPacked(torch.autograd.Function):
     @staticmethod
     @first_order("reglu_packed")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (gate_up,) = ctx.saved_tensors
-        return _gated.gated_packed_backward(dy, gate_up, "relu", 1.0, 1.0)
+        (gate_up,), rooms = saved(ctx)
+        return _gated.gated_packed_backward(dy, gate_up, "relu", 1.0, 1.0, *rooms)
 
 
 OP = Op(
@@ -92,7 +95,7 @@ def reglu(gate: Tensor, up: Tensor, impl: str | None = None) -> Tensor:
     Returns:
         `[*, F]`, contiguous, in the promoted dtype of gate and up.
     Memory:
-        Keeps gate and up for backward and writes over neither.
+        Keeps gate and up for backward, which writes their gradients over them if nobody else holds them.
     Raises:
         ValueError: gate and up differ in shape.
     """
@@ -109,7 +112,7 @@ def reglu_packed(gate_up: Tensor, impl: str | None = None) -> Tensor:
     Returns:
         `[*, F]`, contiguous, in gate_up's dtype.
     Memory:
-        Keeps gate_up for backward and does not write over it.
+        Keeps gate_up for backward, which writes its gradient over it if nobody else holds it.
     Raises:
         ValueError: the last dimension is odd.
     """

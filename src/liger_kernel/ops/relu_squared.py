@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._elementwise import at, tile, tiled
-from liger_kernel.ops._op import Cost, Op, first_order, like, named
+from liger_kernel.ops._op import Cost, Op, first_order, like, named, place
+from liger_kernel.ops._reuse import saved
 from liger_kernel.ops._triton import tl, triton
 
 # 1 reference
@@ -65,14 +66,14 @@ def relu_squared_forward_kernel(x: Tensor) -> Tensor:
     return y
 
 
-def _fake_backward(dy: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+def _fake_backward(dy: Tensor, x: Tensor, dx: Tensor | None = None) -> Tensor:
+    return place(dx, x)
 
 
-@named("(Tensor dy, Tensor x) -> Tensor", _fake_backward)
-def relu_squared_backward_kernel(dy: Tensor, x: Tensor) -> Tensor:
-    """-> dx like x, contiguous."""
-    dx = like(x)
+@named("(Tensor dy, Tensor x, Tensor? dx=None) -> Tensor", _fake_backward)
+def relu_squared_backward_kernel(dy: Tensor, x: Tensor, dx: Tensor | None = None) -> Tensor:
+    """-> dx like x, contiguous; in dx if that is given, x's own memory as a rule (`_reuse`)."""
+    dx = place(dx, x)
     _backward((dx, dy, x))
     return dx
 
@@ -89,8 +90,8 @@ class _ReLUSquared(torch.autograd.Function):
     @staticmethod
     @first_order("relu_squared")
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return relu_squared_backward_kernel(dy, x)
+        (x,), rooms = saved(ctx)
+        return relu_squared_backward_kernel(dy, x, *rooms)
 
 
 def supports(x: Tensor) -> str | None:
@@ -127,7 +128,7 @@ def relu_squared(x: Tensor, impl: str | None = None) -> Tensor:
     Returns:
         A contiguous tensor of x's shape and dtype.
     Memory:
-        Keeps x for backward and does not write over it.
+        Keeps x for backward, which writes its gradient over it if nobody else holds it.
     """
     return OP(x, impl=impl)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_kernel.ops import _gated
 from liger_kernel.ops._op import Op, first_order
+from liger_kernel.ops._reuse import saved
 
 # 1 reference
 
@@ -50,9 +51,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @first_order("swiglu")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (gate, up), (scale, down) = ctx.saved_tensors, ctx.multipliers
+        ((gate, up), rooms), (scale, down) = saved(ctx), ctx.multipliers
         need_dgate, need_dup = ctx.needs_input_grad[:2]
-        dgate, dup = _gated.gated_backward(dy, gate, up, "silu", scale, down, need_dgate, need_dup)
+        dgate, dup = _gated.gated_backward(
+            dy, gate, up, "silu", scale, down, need_dgate, need_dup, *rooms
+        )
         return dgate if need_dgate else None, dup if need_dup else None, None, None
 
 
@@ -69,8 +72,9 @@ class _SwiGLUPacked(torch.autograd.Function):
     @staticmethod
     @first_order("swiglu_packed")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (gate_up,), (scale, down) = ctx.saved_tensors, ctx.multipliers
-        return _gated.gated_packed_backward(dy, gate_up, "silu", scale, down), None, None
+        ((gate_up,), rooms), (scale, down) = saved(ctx), ctx.multipliers
+        dgate_up = _gated.gated_packed_backward(dy, gate_up, "silu", scale, down, *rooms)
+        return dgate_up, None, None
 
 
 OP = Op(
@@ -113,7 +117,7 @@ def swiglu(
     Returns:
         `[*, F]`, contiguous, in the promoted dtype of gate and up.
     Memory:
-        Keeps gate and up for backward and writes over neither.
+        Keeps gate and up for backward, which writes their gradients over them if nobody else holds them.
     Raises:
         ValueError: gate and up differ in shape.
     """
@@ -135,7 +139,7 @@ def swiglu_packed(
     Returns:
         `[*, F]`, contiguous, in gate_up's dtype.
     Memory:
-        Keeps gate_up for backward and does not write over it.
+        Keeps gate_up for backward, which writes its gradient over it if nobody else holds it.
     Raises:
         ValueError: the last dimension is odd.
     """

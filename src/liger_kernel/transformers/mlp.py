@@ -2,7 +2,8 @@
 
 Each class has the attribute names and the state dict of the Hugging Face module it replaces, and its `forward` needs
 nothing that such a module lacks, so it can be bound to one (`SomeMLP.forward = LigerSwiGLUMLP.forward`). The linear
-layers are called as modules: adapters, quantised and parallel ones keep working.
+layers are called as modules: adapters, quantised and parallel ones keep working; only a plain last one joins the
+activation (`ops.gated_linear`), whose result is then not kept.
 
     LigerSwiGLUMLP            down_proj(silu(gate_proj x) * up_proj x)           Llama, Qwen, Mistral, ...
     LigerQwen3MoeSwiGLUMLP, LigerHunyuanV1SwiGLUMLP, LigerSwiGLUMLPForMuseGlimmer   the same, other constructors
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_kernel.ops.gated_linear import is_plain, through
 from liger_kernel.ops.geglu import geglu
 from liger_kernel.ops.mlp import LigerMLPFunction, mlp
 from liger_kernel.ops.swiglu import swiglu, swiglu_packed
@@ -57,6 +59,13 @@ def _check(layer: nn.Module, field: str, value: Any, accepted: Any) -> None:
         raise ValueError(
             f"{type(layer).__name__}: {field} must be one of {listed}; the config has {value!r}."
         )
+
+
+def _swiglu(down: nn.Module, gate: Tensor, up: Tensor, gate_multiplier: float = 1.0) -> Tensor:
+    """down(silu(gate_multiplier * gate) * up)."""
+    return through(
+        down, gate, up, "silu", lambda: swiglu(gate, up, gate_multiplier), gate_multiplier
+    )
 
 
 class _GatedMLP(nn.Module):
@@ -106,7 +115,7 @@ class LigerSwiGLUMLP(_GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[*, hidden_size]` -> the same."""
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return _swiglu(self.down_proj, self.gate_proj(x), self.up_proj(x))
 
 
 class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
@@ -142,7 +151,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if getattr(self.down_proj, "bias", None) is None:
             return self.down_proj(swiglu(gate, up, self.gate_multiplier, self.down_multiplier))
-        return self.down_proj(swiglu(gate, up, self.gate_multiplier)) * self.down_multiplier
+        return _swiglu(self.down_proj, gate, up, self.gate_multiplier) * self.down_multiplier
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
@@ -165,7 +174,8 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[*, hidden_size]` -> the same."""
-        return self.down_proj(swiglu_packed(self.gate_up_proj(x)))
+        gate_up, down = self.gate_up_proj(x), self.down_proj
+        return through(down, gate_up, None, "silu", lambda: swiglu_packed(gate_up))
 
 
 class LigerBlockSparseTop2MLP(nn.Module):
@@ -188,7 +198,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[*, hidden_size]` -> the same."""
-        return self.w2(swiglu(self.w1(x), self.w3(x)))
+        return _swiglu(self.w2, self.w1(x), self.w3(x))
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -213,7 +223,9 @@ class LigerGEGLUMLP(_GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         """`[*, hidden_size]` -> the same."""
         approximate = getattr(self, "approximate", "tanh")
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate))
+        activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return through(self.down_proj, gate, up, activation, lambda: geglu(gate, up, approximate))
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
@@ -232,15 +244,8 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 # One function
 
 
-def _bare(projection: nn.Module) -> bool:
-    """Whether a projection is its weight and nothing else: no adapter, quantisation, bias or hook."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return (
-        type(projection) is nn.Linear
-        and projection.bias is None
-        and "forward" not in vars(projection)
-        and not any(getattr(projection, name) for name in hooks)
-    )
+def _bare(projection: Any) -> bool:
+    return is_plain(projection) and projection.bias is None
 
 
 class LigerMLP(LigerSwiGLUMLP):

@@ -1,9 +1,10 @@
 """Seam: gated MLP.   down(act(gate(x)) * up(x))
 
-Only the elementwise part is replaced: the linear layers are called as modules, so adapters, quantised
-and sharded layers keep working. gate and up are two layers, or the halves of one. The activation is
-whatever the module holds, and so is one layer between product and down (T5's dropout, BitNet's norm). What the
-probe refuses, with the reason in the report: clamps, other dropout, factors it does not know, a product in fp32.
+The linear layers are called as modules, so adapters, quantised and sharded layers keep working; only a
+plain `down` joins the activation and the product, which are then never kept (`ops.gated_linear`). gate
+and up are two layers, or the halves of one. The activation is whatever the module holds, and so is one
+layer between product and down (T5's dropout, BitNet's norm). What the probe refuses, with the reason in
+the report: clamps, other dropout, factors it does not know, a product in fp32.
 """
 
 import functools
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_kernel.ops.gated_linear import through
 from liger_kernel.ops.geglu import geglu, geglu_packed
 from liger_kernel.ops.reglu import reglu, reglu_packed
 from liger_kernel.ops.swiglu import swiglu, swiglu_packed
@@ -81,41 +83,37 @@ class Recipe:
         last = [f"then {self.between}"] if self.between else []
         return ", ".join([self.form, *(word for word, holds in special.items() if holds), *last])
 
-    def product(self, **options: Any) -> Callable[[Any, Any], Any]:
-        """(module, x) -> act(gate) * up; `options` go to the op."""
-        pair, packed = FORMS[self.form]
+    def operands(self) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """(module, x) -> gate and up, or both packed and None."""
+        first = self.roles[0]
+        if self.up_first:
+            return lambda m, x: tuple(reversed(getattr(m, first)(x).chunk(2, -1)))
         if self.packed:
-            gate_up = self.roles[0]
-            if not self.up_first:
-                act = rebuildable(functools.partial(packed, **options))
-                return lambda m, x: act(getattr(m, gate_up)(x))
-            act = rebuildable(functools.partial(pair, **options))
-            return lambda m, x: act(*reversed(getattr(m, gate_up)(x).chunk(2, -1)))
-        gate, up, _ = self.roles
-        act = rebuildable(functools.partial(pair, **options))
-        if not self.factors:
-            return lambda m, x: act(getattr(m, gate)(x), getattr(m, up)(x))
-        a = _FACTORS[0]
-        return lambda m, x: act(
-            getattr(m, gate)(x), getattr(m, up)(x), gate_multiplier=getattr(m, a)
-        )
+            return lambda m, x: (getattr(m, first)(x), None)
+        second = self.roles[1]
+        return lambda m, x: (getattr(m, first)(x), getattr(m, second)(x))
 
     def body(self, **options: Any) -> Callable[[Any, Any], Any]:
-        """(module, x) -> the MLP's output; `options` go to the op."""
-        product, down, between, b = (
-            self.product(**options),
-            self.roles[-1],
-            self.between,
-            _FACTORS[1],
-        )
-        if self.factors:
-            return lambda m, x: getattr(m, down)(product(m, x)) * getattr(m, b)
-        if between is None:
-            return lambda m, x: getattr(m, down)(product(m, x))
+        """(module, x) -> the MLP's output; `options` go to the ops."""
+        pair, packed = (rebuildable(functools.partial(f, **options)) for f in FORMS[self.form])
+        activation = self.form.replace(", ", "_")  # as `gated_linear` calls it
+        operands, down, between = self.operands(), self.roles[-1], self.between
+        factors = _FACTORS if self.factors else ()
 
         def body(m: Any, x: Any) -> Any:
-            y, layer = getattr(m, between)(product(m, x)), getattr(m, down)
-            dtype = layer.weight.dtype  # T5 keeps this layer in fp32 in half-precision models
+            gate, up = operands(m, x)
+            scale, after = (getattr(m, name) for name in factors) if factors else (1.0, 1.0)
+            layer = getattr(m, down)
+
+            def product() -> Any:
+                options = {} if scale == 1.0 else {"gate_multiplier": scale}
+                return packed(gate, **options) if up is None else pair(gate, up, **options)
+
+            if between is None:
+                y = through(layer, gate, up, activation, product, scale, **options)
+                return y if after == 1.0 else y * after
+            y, dtype = getattr(m, between)(product()), layer.weight.dtype
+            # T5 keeps this layer in fp32 in half-precision models
             return layer(y.to(dtype) if dtype.is_floating_point else y)
 
         return body

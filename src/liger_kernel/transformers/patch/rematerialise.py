@@ -32,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_kernel import _env
 from liger_kernel.ops._op import is_dtensor
+from liger_kernel.ops._reuse import Kept
 from liger_kernel.transformers.patch.apply import Ledger, original_of
 
 # whose functions are `rebuildable`
@@ -47,10 +48,10 @@ WHY_NOT = None if _top_hooks is not None else "torch before 2.8 does not say who
 # What stands for a saved tensor
 
 
-class _Same:
+class _Same(Kept):
     """The tensor itself, detached: an output that its own node saves must not refer back to that node."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("version",)
 
     def __init__(self, tensor: Tensor) -> None:
         # A leaf stays the object it is: ZeRO-3 gives parameters other memory between forward and backward.

@@ -1,0 +1,167 @@
+"""Memory that autograd alone still holds, for a backward pass to write its result over.
+
+A backward that reads a saved tensor and returns a gradient of the same size needs no second buffer if it is the last
+reader: autograd lets go of what a node saved as soon as the node has run. Nobody can tell the difference if
+
+    the graph is not kept (`retain_graph`), nothing traces the call, and
+    the tensor has no holder but the node's own slot, or none at all (a checkpoint recomputed it).
+
+Holders are counted: Python's references to the object, C++'s to the tensor (other nodes that saved it, hooks with a
+copy of the arguments), and those to its memory (views, detached copies, a storage object). What the counts are for a
+tensor that only autograd holds depends on the versions of Python and torch, so small graphs on the CPU show it, once.
+If they do not tell a held tensor from a free one, nothing is ever reused.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._op import first_order, once, watched
+
+_WORTH = 1 << 20  # bytes below which counting takes longer than the memory is worth
+_N = _WORTH // 4  # values of the graphs that show the counts: an fp32 tensor that is just worth it
+
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - a module without type stubs
+_keeps_graph: Any = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+_storage_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+_KNOWN = None not in (_keeps_graph, _storage_count) and hasattr(Tensor, "_use_count")
+_COUNTED = getattr(
+    sys, "_is_gil_enabled", lambda: True
+)()  # references are exact under the lock alone
+
+Counts = tuple[int, int, int]
+
+
+class Kept:
+    """What saved-tensor hooks of ours keep in a tensor's place: `tensor`, which nobody else can get at."""
+
+    __slots__ = ("tensor",)
+    tensor: Tensor
+
+
+class _Free(NamedTuple):
+    """Counts of tensors that only autograd holds: one that a node saved, one that a hook has just made, one that a
+    `Kept` holds, and a gradient."""
+
+    saved: Counts
+    made: Counts
+    kept: Counts
+    grad: Counts
+
+
+def saved(ctx: Any) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+    """-> `ctx.saved_tensors`, and for each of them its memory if a gradient may be written over it, else None."""
+    tensors = ctx.saved_tensors
+    rooms: list[Tensor | None] = [None] * len(tensors)
+    if any(_large(t) for t in tensors) and _may_write():
+        free = _free()
+        for i in range(len(tensors)):
+            if tensors[i] is not None and _large(tensors[i]):
+                counts = _counts(tensors[i])
+                if counts in (free.saved, free.made) or (
+                    counts == free.kept and isinstance(ctx._raw_saved_tensors[i].data, Kept)
+                ):
+                    rooms[i] = tensors[i].detach()
+    return tensors, rooms
+
+
+def room_of(grad: Tensor) -> Tensor | None:
+    """The memory of an incoming gradient if another may be written over it, else None. Called with the very argument of
+    `backward`."""
+    if _large(grad) and _may_write() and _counts(grad) == _free().grad:
+        return grad
+    return None
+
+
+def _large(tensor: Tensor | None) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.numel() * tensor.element_size() >= _WORTH
+        and tensor.is_contiguous()
+    )
+
+
+def _may_write() -> bool:
+    if not (_KNOWN and _COUNTED) or watched():
+        return False
+    return not _keeps_graph() and not torch._C._are_functorch_transforms_active()
+
+
+def _counts(tensor: Any) -> Counts:
+    storage = tensor.untyped_storage()  # one object, however often it is asked for
+    memory = _storage_count(storage._cdata) + sys.getrefcount(storage)
+    return tensor._use_count(), sys.getrefcount(tensor), memory
+
+
+# What the counts are
+
+
+class _Probe(torch.autograd.Function):
+    seen: tuple[Counts, Counts]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x + 1
+
+    @staticmethod
+    @first_order("reuse")
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        tensors = ctx.saved_tensors
+        i = 0
+        _Probe.seen = _counts(tensors[i]), _probe_grad(dy)
+        return dy * 2
+
+
+def _probe_grad(grad: Tensor) -> Counts:
+    """At the depth of `room_of`."""
+    return _counts(grad)
+
+
+class _Holder(Kept):
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+def _seen(pack: Any = None, unpack: Any = None, hold: Any = None) -> tuple[Counts, Counts]:
+    """Counts in the backward of a node whose input and gradient are other nodes' results. hold: takes the input and
+    returns what to keep alive meanwhile."""
+    with torch.enable_grad():
+        leaf = torch.ones(_N, device="cpu", requires_grad=True)
+        if pack is None:
+            held, y = _middle(leaf, hold)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                held, y = _middle(leaf, hold)
+        (y * 2).sum().backward()
+    del held
+    return _Probe.seen
+
+
+def _middle(leaf: Tensor, hold: Any) -> tuple[Any, Tensor]:
+    x = leaf * 2
+    return None if hold is None else hold(x), _Probe.apply(x)
+
+
+@once
+def _free() -> _Free:
+    def same(x: Tensor) -> Tensor:
+        return x
+
+    free, grad = _seen()
+    made, _ = _seen(lambda _: None, lambda _: torch.ones(_N, device="cpu"))
+    kept, _ = _seen(_Holder, lambda holder: holder.tensor)
+    hold = (
+        same,
+        Tensor.detach,
+        lambda x: x[1:],
+        torch.square,
+    )  # each of them, and a hook, holds on to it
+    held = {_seen(hold=h)[0] for h in hold}
+    told = not {free, made, kept} & held and _seen(same, same)[0] not in (free, made)
+    never = (-1, -1, -1)
+    return _Free(free, made, kept, grad) if told else _Free(never, never, never, never)
