@@ -1,11 +1,13 @@
 """Backward writes over saved tensors that nobody else holds, and over no other."""
 
+import contextlib
 import gc
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel import _env
 from liger_kernel.ops import _gated, _reuse
@@ -15,6 +17,7 @@ from liger_kernel.ops.mlp import mlp
 from liger_kernel.ops.reglu import reglu, reglu_packed
 from liger_kernel.ops.relu_squared import relu_squared
 from liger_kernel.ops.swiglu import swiglu, swiglu_packed
+from liger_kernel.transformers.mlp import LigerSwiGLUMLP
 from liger_kernel.transformers.patch.rematerialise import _hooks, rebuildable
 
 N, F = 6, 8
@@ -327,3 +330,22 @@ def test_peak_of_a_gated_mlp(device):
 def joined_without_bias(layers, x):
     gate, up, down = layers
     return gated_linear(gate(x), up(x), down.weight)
+
+
+def test_a_checkpoint_under_a_mode_of_the_forward_alone(x, small):
+    """What is saved must not depend on who watches: the second time nobody does."""
+    torch.manual_seed(0)
+    layer = LigerSwiGLUMLP(hidden_size=F, intermediate_size=F).to(x.device)
+
+    def gradients(*modes):
+        x.grad = None
+        layer.zero_grad()
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            y = checkpoint(layer, x, use_reentrant=False)
+        y.square().sum().backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]
+
+    truth = gradients()
+    same(gradients(FlopCounterMode(display=False), torch.device("cpu")), truth)

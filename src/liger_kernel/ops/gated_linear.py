@@ -34,7 +34,6 @@ from liger_kernel.ops._op import (
     place,
     require,
     rows,
-    watched,
 )
 from liger_kernel.ops._reuse import saved
 
@@ -225,7 +224,6 @@ def gated_linear(
 
 _LINEAR = nn.Linear.forward
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL = tuple(f"_global{name}" for name in _HOOKS)
 _PRODUCTS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu", "relu": "reglu"}
 
 
@@ -234,36 +232,33 @@ def through(
     gate_multiplier: float = 1.0, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """layer(product()), where product() is act(gate_multiplier * gate) * up by an op of its own; as `gated_linear` if
-    that is the same: the layer is plain and fits in dtype, nobody watches, both ops take the kernels.
+    that is the same: the layer is plain and fits in dtype, both ops take the kernels. Nothing else decides: a
+    checkpoint must see the same tensors saved when it runs this again, outside of the modes of the first time.
     """
-    plain = is_plain(layer) and _fits(layer, gate) and not watched()
-    if not plain or _env.impl(_PRODUCTS[activation]) != _env.impl(OP.name):
-        return layer(product())
+    if torch.compiler.is_compiling() or not (is_plain(layer) and _fits(layer, gate)):
+        return layer(product())  # a compiler decides by itself what it keeps
     args: Any = (gate, up, layer.weight, layer.bias, activation, gate_multiplier)
-    if not OP.uses_kernels(
-        args, impl
-    ):  # whose torch path keeps the product, and knows no recipe for it
-        return layer(product())
-    return gated_linear(*args, impl)
+    alike = _env.impl(_PRODUCTS[activation]) == _env.impl(OP.name)
+    # Not on the torch path, which would keep the product and know no recipe for it.
+    fused = alike and OP.uses_kernels(args, impl)
+    return gated_linear(*args, impl) if fused else layer(product())
 
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a call of `layer` is `torch.nn.functional.linear` of its weight and bias and nothing else: no adapter, no
-    hook, no parallel or quantised weight.
+    hook of its own, no parallel or quantised weight.
     """
     if type(layer) is not nn.Linear or nn.Linear.forward is not _LINEAR:
         return False
     own = vars(layer)
     if "forward" in own or (any(own[name] for name in _HOOKS) and not _env.planned_memory):
         return False  # an estimate's own hooks do not count
-    if any(getattr(nn.modules.module, name) for name in _GLOBAL):
-        return False
     tensors = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
     return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
 def _fits(layer: Any, gate: Tensor) -> bool:
-    if type(gate) is not Tensor or torch._C._len_torch_function_stack():
+    if type(gate) is not Tensor:
         return False
     kind = gate.device.type
     if torch.is_autocast_enabled(kind):
