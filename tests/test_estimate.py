@@ -67,7 +67,7 @@ def test_flash_attention_and_bf16(variant):
 
 
 # MiB above weights and optimizer state at the peak of a step of 4 x 2048 tokens, see NOTES.md
-@pytest.mark.parametrize(("variant", "measured"), [(AS_SHIPPED, 30_516), (PATCHED, 15_370)])
+@pytest.mark.parametrize(("variant", "measured"), [(AS_SHIPPED, 30_516), (PATCHED, 13_341)])
 def test_llama_1b_on_an_accelerator(variant, measured):
     from liger_kernel.train.model import find
 

@@ -147,9 +147,11 @@ class _Meter(Storages):
         """The operator's result; operators of this package answer with shapes."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype.is_floating_point or True
+        result = func(*args, **kwargs)
         if func.__name__.startswith("head_"):
-            self.peak = max(self.peak, self.alive + _chunk(func, args))
-        return func(*args, **kwargs)
+            made = sum(t.nbytes for t in result)  # gradients, beside the chunk of logits
+            self.peak = max(self.peak, self.alive + made + _chunk(func, args))
+        return result
 
     def _count(self, key: weakref.ref, size: int) -> None:
         label = self._labels.setdefault(key, self.label)
