@@ -103,8 +103,8 @@ def test_budget_from_the_environment(monkeypatch):
 
 @pytest.mark.parametrize("form", ["same", "float32"])
 def test_ignored_tokens_never_reach_a_product(form, path, device, monkeypatch):
-    """NaN in hidden states of ignored tokens changes nothing: they are dropped before the first product, a few are
-    zeros in it.
+    """NaN in hidden states of ignored tokens changes nothing: they are dropped before the first product, or zeros where
+    a product adds over tokens.
     """
     monkeypatch.setattr(fused_linear_cross_entropy_module, "form_for", lambda *_: form)
     hidden, weight, target = _batch(masked=0.5, device=device)
@@ -118,6 +118,33 @@ def test_ignored_tokens_never_reach_a_product(form, path, device, monkeypatch):
     torch.testing.assert_close(loss, plain)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
+    frozen = fused_linear_cross_entropy(spoiled, weight.detach(), target).loss
+    assert torch.equal(frozen, loss)
+    torch.testing.assert_close(torch.autograd.grad(frozen, spoiled)[0], want[0])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_alone_of_few_tokens_is_that_of_training(
+    weighted, reduction, path, device, monkeypatch
+):
+    """Bit by bit, in one product with fp32 logits; factors come with the ignored tokens' zeros, or without."""
+    monkeypatch.setattr(fused_linear_cross_entropy_module, "form_for", lambda *_: "float32")
+    monkeypatch.setattr(exponentials, "run", None)
+    hidden, weight, target = _batch(masked=0.3, dtype=torch.bfloat16, device=device)
+    classes = torch.rand(weight.shape[0], device=device) if weighted else None
+    ways = {"ce_weight": classes, "reduction": reduction}
+    loss = fused_linear_cross_entropy(hidden, weight, target, **ways).loss
+    with torch.no_grad():
+        alone = fused_linear_cross_entropy(hidden, weight, target, **ways).loss
+    assert torch.equal(alone, loss)
+    truth = F.cross_entropy(
+        hidden.double() @ weight.double().t(),
+        target,
+        None if classes is None else classes.double(),
+        reduction=reduction,
+    )
+    torch.testing.assert_close(loss.double(), truth, rtol=2e-5, atol=2e-6)
 
 
 def test_few_tokens_lose_nothing_to_rounded_logits(path, device, monkeypatch):
@@ -134,6 +161,22 @@ def test_few_tokens_lose_nothing_to_rounded_logits(path, device, monkeypatch):
 
     assert error("float32") < 2e-6
     assert error("same") > 1e-4
+
+
+def test_products_add_their_parts_in_fp32():
+    """Within the block alone, and the flag of the operands' dtype alone."""
+    flags, card = torch.backends.cuda.matmul, torch.device("cuda", 0)
+    before = flags.allow_bf16_reduced_precision_reduction
+    try:
+        for allowed in (True, False):
+            flags.allow_bf16_reduced_precision_reduction = allowed
+            with _env.exact_products(card, torch.float16), _env.exact_products(card, torch.float32):
+                assert flags.allow_bf16_reduced_precision_reduction == allowed
+            with _env.exact_products(card, torch.bfloat16):
+                assert not flags.allow_bf16_reduced_precision_reduction
+            assert flags.allow_bf16_reduced_precision_reduction == allowed
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = before
 
 
 def test_what_few_tokens_are(monkeypatch):

@@ -375,23 +375,25 @@ def mixed_products(device: torch.device) -> bool:
     return device.type == "cuda" and version >= (2, 8)
 
 
-@contextlib.contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Within the block split-K products add their parts in fp32: cuBLAS may otherwise reduce them in 16 bits."""
-    if device.type != "cuda":
-        yield
-        return
-    flags = torch.backends.cuda.matmul
-    before = (
-        flags.allow_bf16_reduced_precision_reduction,
-        flags.allow_fp16_reduced_precision_reduction,
-    )
-    flags.allow_bf16_reduced_precision_reduction = False
-    flags.allow_fp16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        (
-            flags.allow_bf16_reduced_precision_reduction,
-            flags.allow_fp16_reduced_precision_reduction,
-        ) = before
+_HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def exact_products(device: torch.device, dtype: torch.dtype) -> Any:
+    """A context in which split-K products of this dtype add their parts in fp32: cuBLAS may reduce them in 16 bits."""
+    half = _HALVES.get(dtype) if device.type == "cuda" else None
+    flag = f"allow_{half}_reduced_precision_reduction"
+    off = half is None or not getattr(torch.backends.cuda.matmul, flag)
+    return _NO_GUARD if off else _Off(flag)
+
+
+@dataclass
+class _Off:
+    """Within the block a flag is off. `contextlib.contextmanager` would take twice the time."""
+
+    flag: str
+
+    def __enter__(self) -> None:
+        setattr(torch.backends.cuda.matmul, self.flag, False)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(torch.backends.cuda.matmul, self.flag, True)

@@ -11,7 +11,7 @@ from liger_kernel.ops._device import row_base
 from liger_kernel.ops._op import compute_dtype, dense, like, named, observed, rows
 from liger_kernel.ops._triton import Launch, planned, tl, triton
 
-_BLOCK, _WARPS = 8192, 16  # of the two small kernels, one program each
+SMALL = {"BLOCK": 8192, "num_warps": 16}  # of the two small kernels, one program each
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -56,8 +56,14 @@ def cross_entropy_rows(
     """-> `RowStats`' numbers and predicted, and the gradient of logits (empty if not wanted)."""
     z = rows(logits)
     out = like(z) if want_gradient else None
-    stats = _launch(fused, z, target, weight, scales, upstream, out, want_argmax, *options)
-    return *stats, z.new_empty(0) if out is None else out
+    numbers, predicted = _launch(
+        fused, z, target, weight, scales, upstream, out, want_argmax, *options
+    )
+    return (
+        numbers,
+        z.new_empty(0, dtype=torch.int64) if predicted is None else predicted,
+        z.new_empty(0) if out is None else out,
+    )
 
 
 def run(
@@ -78,8 +84,8 @@ def run(
     return stats, z
 
 
-@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
-def _factors_kernel(OUT, T, W, n_rows, n_classes, ignore_index, BLOCK: tl.constexpr):
+@triton.jit
+def store_factors(OUT, T, W, n_rows, n_classes, ignore_index, BLOCK: tl.constexpr):
     """`denominators` under "mean"."""
     count = tl.zeros((BLOCK,), tl.int32)
     share = tl.zeros((BLOCK,), tl.float32)
@@ -99,6 +105,11 @@ def _factors_kernel(OUT, T, W, n_rows, n_classes, ignore_index, BLOCK: tl.conste
     tl.store(OUT, factor)
 
 
+@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
+def _factors_kernel(OUT, T, W, n_rows, n_classes, ignore_index, BLOCK: tl.constexpr):
+    store_factors(OUT, T, W, n_rows, n_classes, ignore_index, BLOCK)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _totals_kernel(LOSS, Z, NUMBERS, n_rows, BLOCK: tl.constexpr):
     """The sums of the first row and, where Z is not None, of the second."""
@@ -116,13 +127,12 @@ def _totals_kernel(LOSS, Z, NUMBERS, n_rows, BLOCK: tl.constexpr):
 
 @planned
 def _factors(device: torch.device, n_rows: int, n_classes: int, ignore_index: int) -> Launch:
-    numbers, meta = (n_rows, n_classes, ignore_index), {"BLOCK": _BLOCK, "num_warps": _WARPS}
-    return Launch(_factors_kernel, (1,), device, *numbers, **meta)
+    return Launch(_factors_kernel, (1,), device, n_rows, n_classes, ignore_index, **SMALL)
 
 
 @planned
 def _totals(device: torch.device, n_rows: int, outputs: int) -> Launch:
-    return Launch(_totals_kernel, (outputs,), device, n_rows, BLOCK=_BLOCK, num_warps=_WARPS)
+    return Launch(_totals_kernel, (outputs,), device, n_rows, **SMALL)
 
 
 def factors(

@@ -64,12 +64,12 @@ from liger_kernel.ops._triton import UNFUSED, Launch, planned, tl, triton
 
 class RowStats(NamedTuple):
     """What is known of every row of a call: `numbers` [3, C] fp32, [4, C] under `want_argmax`, and
-    `predicted` [C] int64, the lowest index of the largest logit (-1 on ignored rows; empty unless
-    asked for).
+    `predicted` [C] int64, the lowest index of the largest logit (-1 on ignored rows; None or empty
+    unless asked for).
     """
 
     numbers: Tensor
-    predicted: Tensor
+    predicted: Tensor | None
 
     @property
     def loss(self) -> Tensor:
@@ -302,7 +302,7 @@ def ce_rows(
     """
     n_rows, device = logits.shape[0], logits.device
     numbers = logits.new_empty((3 + want_argmax, n_rows), dtype=torch.float32)
-    predicted = logits.new_empty(n_rows if want_argmax else 0, dtype=torch.int64)
+    predicted = logits.new_empty(n_rows, dtype=torch.int64) if want_argmax else None
     step = logits.stride(0)
     steps = (
         step if out is None else out.stride(0), step, 0 if upstream is None else upstream.stride(0)

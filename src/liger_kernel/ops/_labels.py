@@ -23,10 +23,8 @@ def check_labels(op: str, target: Tensor, n_classes: int, ignore_index: int) -> 
         raise ValueError(
             f"{op}: target must hold class indices, int64 or int32; got {target.dtype}."
         )
-    on_cpu = target.device.type == "cpu"
-    if observed() or not (on_cpu or _env.validate_labels()):
-        return
-    if _env.capturing(target.device):
+    looked_at = target.device.type == "cpu" or _env.validate_labels()
+    if not looked_at or observed() or _env.capturing(target.device):
         return
     flat = target.reshape(-1)
     bad = ((flat < 0) | (flat >= n_classes)) & (flat != ignore_index)

@@ -8,8 +8,9 @@ Three matrix products: for "mean" and "sum" the gradients dh and dW are made in 
 upstream gradient: four products. So does fp16, whose range needs the upstream loss scale before rounding.
 
 On Hopper bf16 losses without smoothing, z-loss and predicted tokens take products whose epilogue is the softmax
-(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none. With a gradient, those of a hundred
-tokens, or quickly made ones, are kept in fp32 (`form_for`); of many chunks the first lies in dW's memory.
+(`ops.head.exponentials`): logits are never rounded, and a loss alone stores none. Those of a hundred tokens, or quickly
+made ones, are kept in fp32 instead, which takes fewer launches (`form_for`). Of many chunks the first lies in dW's
+memory.
 
 Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: one chunk of logits within
         `memory_budget`, by default 0.5 % of device memory within 128..640 MiB (64 MiB on a CPU).
@@ -17,32 +18,34 @@ Memory  Between forward and backward: dh, dW, db and the inputs. During a pass: 
         rounding of 16-bit logits. torch.float32 rounds once and takes 4 V H bytes more while it runs.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops import cross_entropy as ce
 from liger_kernel.ops._ce_batch import denominators, factors
-from liger_kernel.ops._ce_kernels import ce_rows
-from liger_kernel.ops._ce_torch import ce_rows_torch
 from liger_kernel.ops._op import (
     Cost,
     Op,
     compute_dtype,
+    dense,
+    direct,
     first_order,
     is_dtensor,
     named,
     once,
     require,
 )
-from liger_kernel.ops._scale import scale_
+from liger_kernel.ops._scale import scale_all_
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
 from liger_kernel.ops.head import exponentials
-from liger_kernel.ops.head.cross_entropy import loss_of_logp, objective_cross_entropy
-from liger_kernel.ops.head.engine import RowKernel, Wanted, form_for, part, placed, run
+from liger_kernel.ops.head.cross_entropy import (
+    loss_of_logits,
+    loss_of_logp,
+    objective_cross_entropy,
+)
+from liger_kernel.ops.head.engine import Wanted, form_for, placed, run
 from liger_kernel.ops.head.module import Packed, takes_module
 from liger_kernel.ops.head.params import HeadParams, check_head
 from liger_kernel.ops.head.plan import resolve_budget
@@ -69,31 +72,42 @@ def reference(
 # 2 launch
 
 
+class _Options(NamedTuple):
+    """What a pass is asked for, in the operator's order."""
+
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    reduction: str
+    pre_scale: float
+    softcap: float | None
+    post_scale: float
+    accum_dtype: torch.dtype | None
+    token_scaling: bool
+    want_z: bool
+    want_accuracy: bool
+    want_prediction: bool
+    budget: int
+    num_valid: int | None
+
+
 def _fake_forward(hidden, weight, target, bias, ce_weight, upstream, *rest):
-    need_dh, need_dw, need_db, reduction = *rest[-3:], rest[3]
-    want_z, want_accuracy, want_prediction = rest[9:12]
-    each = hidden.shape[:-1] if reduction == "none" else ()
-
-    def like(source: Tensor | None, wanted: bool) -> Tensor:
-        return (
-            hidden.new_empty(0) if source is None or not wanted else source.new_empty(source.shape)
-        )
-
-    return (
-        hidden.new_empty(each, dtype=torch.float32),
-        hidden.new_empty(each if want_z else 0, dtype=torch.float32),
-        hidden.new_empty(each if want_accuracy else 0, dtype=torch.float32),
-        hidden.new_empty(hidden.shape[:-1] if want_prediction else 0, dtype=torch.int64),
-        like(hidden, need_dh), like(weight, need_dw), like(bias, need_db),
-    )  # fmt: skip
+    options, needed, tokens = _Options(*rest[:14]), rest[15:], hidden.shape[:-1]
+    each = tokens if options.reduction == "none" else ()
+    asked = (True, options.want_z, options.want_accuracy)
+    wide = compute_dtype(hidden)
+    found = [hidden.new_empty(each, dtype=wide) for wanted in asked if wanted]
+    if options.want_prediction:
+        found.append(hidden.new_empty(tokens, dtype=torch.int64))
+    sources = zip((hidden, weight, bias), needed, strict=True)
+    return found + [source.new_empty(source.shape) for source, wanted in sources if wanted]
 
 
 @named(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? upstream, int ignore_index,"
     " float label_smoothing, float lse_square_scale, str reduction, float pre_scale, float? softcap, float post_scale,"
     " ScalarType? accum_dtype, bool token_scaling, bool want_z, bool want_accuracy, bool want_prediction, int budget,"
-    " int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " int? num_valid, bool kernels, bool need_dh, bool need_dw, bool need_db) -> Tensor[]",
     _fake_forward,
 )
 def head_cross_entropy(
@@ -102,26 +116,27 @@ def head_cross_entropy(
     pre_scale: float, softcap: float | None, post_scale: float, accum_dtype: torch.dtype | None,
     token_scaling: bool, want_z: bool, want_accuracy: bool, want_prediction: bool, budget: int,
     num_valid: int | None, kernels: bool, need_dh: bool, need_dw: bool, need_db: bool,
-) -> Any:  # fmt: skip
-    """-> loss, z, accuracy, predictions (empty where not wanted), dh, dw, db (empty where not needed).
+) -> list[Tensor]:  # fmt: skip
+    """-> loss, and as far as they are wanted z, accuracy, predictions, dh, dw, db.
 
     upstream: gradient of the loss as given, scalar or `[N]`; None for 1.
     """
-    labels, vocab, n = target.reshape(-1).contiguous(), weight.shape[0], target.numel()
-    head = HeadParams(weight, bias, pre_scale, softcap, post_scale)
+    labels, vocab = dense(target if target.dim() == 1 else target.reshape(-1)), weight.shape[0]
+    n = labels.shape[0]
+    form = form_for(hidden, vocab, budget)
+    head = HeadParams(weight, bias, pre_scale, softcap, post_scale, logits=form)
     wide, wanted = compute_dtype(hidden), Wanted(need_dh, need_dw, need_db)
-    plain = not (label_smoothing or lse_square_scale or want_prediction)
+    plain = form == "same" and not (label_smoothing or lse_square_scale or want_prediction)
     without_logits = plain and exponentials.apply_to(hidden, head, kernels)
-    if wanted.any or not without_logits:  # a loss alone keeps no logits
-        form = form_for(hidden, vocab, budget)
-        head = head if form == head.logits else replace(head, logits=form)
-    without_logits = without_logits and head.logits == "same"
-    if head.logits == "same":
+    tokens = means = None
+    if form == "same":
         find = valid_tokens_later if without_logits else valid_tokens
         tokens = find(labels, ignore_index, num_valid)
-    else:  # quickly computed for nothing, rather than counted
-        tokens, hidden = None, without_ignored(hidden, labels, ignore_index)
-    scales = once(lambda: factors(kernels, labels, ce_weight, ignore_index, reduction, vocab, wide))
+    elif need_dw:  # quickly computed for nothing, rather than counted; dW is a sum over all rows
+        means = labels.new_empty(2, dtype=wide) if kernels and reduction == "mean" else None
+        hidden = without_ignored(hidden, labels, ignore_index, means, ce_weight, vocab)
+    counts = labels, ce_weight, ignore_index, reduction, vocab, wide
+    scales = once(lambda: factors(kernels, *counts) if means is None else means)
     each = None if upstream is None else upstream.reshape(-1).expand(n)
     call: dict[str, Any] = {"keep": tokens, "budget": budget, "accum_dtype": accum_dtype}
     if without_logits:
@@ -135,48 +150,30 @@ def head_cross_entropy(
             "token_scaling": token_scaling, "want_argmax": want_accuracy or want_prediction,
             "weight_sum": ce_weight.sum(dtype=wide) if ce_weight is not None and label_smoothing else None,
         }  # fmt: skip
-        per_row = _of_logits(labels, ce_weight, scales, each, kernels, options)
+        per_row = loss_of_logits(labels, ce_weight, scales, each, kernels, options)
         found, grads = run(hidden, head, per_row, wanted, **call)
     keep = positions(tokens)
 
-    def gathered(name: str, absent: float = 0) -> Tensor:
+    def gathered(name: str, dtype: torch.dtype = wide, absent: float = 0) -> Tensor:
         parts = [getattr(stats, name) for stats in found]
         if len(parts) != 1 or reduction == "none":  # else its sum is returned, and nothing aliases
-            parts = [torch.cat(parts) if parts else hidden.new_empty(0, dtype=wide)]
+            parts = [torch.cat(parts) if parts else hidden.new_empty(0, dtype=dtype)]
         return placed(parts[0], keep, n, absent)
 
-    def reduced(each: Tensor, wanted: bool) -> Tensor:
-        if not wanted:
-            return each.new_empty(0)
+    def reduced(each: Tensor) -> Tensor:
         return each.view(target.shape) if reduction == "none" else each.sum()
 
-    correct = gathered("correct") if want_accuracy else hidden.new_empty(0, dtype=wide)
-    if want_accuracy and reduction != "none":
-        correct = correct * denominators(labels, None, ignore_index, "mean", vocab, wide)[0]
-    predicted = gathered("predicted", -1) if want_prediction else labels.new_empty(0)
-    z = gathered("z") if want_z else correct
-    return (
-        reduced(gathered("loss"), True), reduced(z, want_z), reduced(correct, want_accuracy),
-        predicted.view(target.shape if want_prediction else -1),
-        *(hidden.new_empty(0) if g is None else g for g in (grads.hidden, grads.weight, grads.bias)),
-    )  # fmt: skip
-
-
-def _of_logits(
-    labels: Tensor, ce_weight: Tensor | None, scales: Callable[[], Tensor], upstream: Tensor | None, kernels: bool,
-    options: dict[str, Any],
-) -> RowKernel:  # fmt: skip
-    """The loss of a chunk's tokens and the gradient of their logits."""
-    rows = ce_rows if kernels else ce_rows_torch
-
-    def per_row(
-        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
-    ) -> Any:
-        place = start, stop, index
-        u = None if upstream is None else part(upstream, *place)
-        return rows(logits, part(labels, *place), ce_weight, scales(), u, out, **options)
-
-    return per_row
+    results = [reduced(gathered("loss"))]
+    if want_z:
+        results.append(reduced(gathered("z")))
+    if want_accuracy:
+        correct = gathered("correct")
+        if reduction != "none":
+            correct = correct * denominators(labels, None, ignore_index, "mean", vocab, wide)[0]
+        results.append(reduced(correct))
+    if want_prediction:
+        results.append(gathered("predicted", torch.int64, -1).view(target.shape))
+    return results + [g for g in (grads.hidden, grads.weight, grads.bias) if g is not None]
 
 
 # 3 op
@@ -186,19 +183,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None,
-        options: dict[str, Any], kernels: bool, train: bool,
+        options: _Options, train: bool, kernels: bool,
     ) -> Any:  # fmt: skip
         ctx.save_for_backward(hidden, weight, target, bias, ce_weight)
-        ctx.options = {**options, "kernels": kernels}
-        ctx.needed = tuple(ctx.needs_input_grad[i] for i in (0, 1, 3))
-        late = options["reduction"] == "none" or hidden.dtype == torch.float16
-        early = tuple(needed and train and not late for needed in ctx.needed)
-        loss, z, accuracy, predicted, *grads = fused_linear_cross_entropy_forward(
-            hidden, weight, target, ce_weight, bias, **ctx.options, needed=early
-        )
-        ctx.ready = grads if any(early) else None
-        ctx.mark_non_differentiable(*(t for t in (z, accuracy, predicted) if t is not None))
-        return loss, z, accuracy, predicted
+        ctx.call = options, kernels
+        needs = ctx.needs_input_grad
+        ctx.needed = needs[0], needs[1], needs[3]
+        late = options.reduction == "none" or hidden.dtype == torch.float16
+        early = ctx.needed if train and not late else (False, False, False)
+        found = _pass(hidden, weight, target, bias, ce_weight, None, options, kernels, early)
+        ctx.ready = found[4:] if True in early else None
+        ctx.mark_non_differentiable(*[t for t in found[1:4] if t is not None])
+        return found[:4]
 
     @staticmethod
     @first_order("fused_linear_cross_entropy")
@@ -206,13 +202,26 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         # The first backward hands the buffers over, so that nobody else holds them; a second one makes them anew.
         ready, ctx.ready = ctx.ready, None
         if ready is None:
-            hidden, weight, target, bias, ce_weight = ctx.saved_tensors
-            dh, dw, db = fused_linear_cross_entropy_forward(
-                hidden, weight, target, ce_weight, bias, **ctx.options, token_grad_output=dloss, needed=ctx.needed
-            )[4:]  # fmt: skip
+            call: Any = (*ctx.saved_tensors, dloss, *ctx.call, ctx.needed)
+            dh, dw, db = _pass(*call)[4:]
         else:
-            dh, dw, db = fused_linear_cross_entropy_backward(dloss, *ready)
+            dh, dw, db = scale_all_(ready, dloss)
         return dh, dw, None, db, None, None, None, None
+
+
+def _pass(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None,
+    upstream: Tensor | None, options: _Options, kernels: bool, needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """-> loss, z, accuracy, predictions, dh, dw, db; None for what is not wanted."""
+    tensors = hidden, weight, target, bias, ce_weight, upstream
+    made = head_cross_entropy(*tensors, *options, kernels, *needed)
+    found: list[Tensor | None] = []
+    next_one = 0
+    for wanted in (True, options.want_z, options.want_accuracy, options.want_prediction, *needed):
+        found.append(made[next_one] if wanted else None)
+        next_one += wanted
+    return tuple(found)
 
 
 def fused_linear_cross_entropy_forward(
@@ -235,27 +244,18 @@ def fused_linear_cross_entropy_forward(
     if needed is None:
         wants = [t is not None and t.requires_grad for t in (_input, weight, bias)]
         wants = wants if compute_gradients is None else [compute_gradients] * 3
-        needed = (
-            wants[0],
-            wants[1] if weight_requires_grad is None else weight_requires_grad,
-            wants[2],
-        )
+        wants[1] = wants[1] if weight_requires_grad is None else weight_requires_grad
+        needed = tuple(wants)
     if kernels is None:
         kernels = OP.why_not(_input, weight, target, bias, ce_weight) is None
-    loss, z, accuracy, predicted, dh, dw, db = head_cross_entropy(
-        _input, weight, target, bias, ce_weight, token_grad_output, ignore_index, label_smoothing, lse_square_scale,
-        reduction, pre_scale, softcap, post_scale, accum_dtype, use_token_scaling, return_z_loss,
-        return_token_accuracy, return_predicted_tokens, resolve_budget(memory_budget, _input.device), num_valid,
-        kernels, needed[0], needed[1], needed[2] and bias is not None,
+    options = _Options(
+        ignore_index, label_smoothing, lse_square_scale, reduction, pre_scale, softcap, post_scale, accum_dtype,
+        use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens,
+        resolve_budget(memory_budget, _input.device), num_valid,
     )  # fmt: skip
-    return (
-        loss,
-        z if return_z_loss else None,
-        accuracy if return_token_accuracy else None,
-        predicted if return_predicted_tokens else None,
-        dh if needed[0] else None,
-        dw if needed[1] else None,
-        db if needed[2] and bias is not None else None,
+    needed = (*needed[:2], needed[2] and bias is not None)
+    return _pass(
+        _input, weight, target, bias, ce_weight, token_grad_output, options, kernels, needed
     )
 
 
@@ -266,8 +266,7 @@ def fused_linear_cross_entropy_backward(
     grad_bias: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a pass times the loss's own, in their buffers: -> grad_input, grad_weight, grad_bias."""
-    grads = (grad_input, grad_weight, grad_bias)
-    return tuple(None if g is None else scale_(g, grad_output) for g in grads)
+    return scale_all_((grad_input, grad_weight, grad_bias), grad_output)
 
 
 def supports(*_: Any) -> str | None:
@@ -282,11 +281,12 @@ def cost(hidden: Tensor, weight: Tensor, *_: Any) -> Cost:
     return Cost(size, size, saved=size, flops=6 * n * v * h)
 
 
+_apply = direct(_FusedLinearCrossEntropy.apply)
 OP = Op(
     "fused_linear_cross_entropy",
     reference,
-    fallback=lambda *args: _FusedLinearCrossEntropy.apply(*args[:-1], False, args[-1]),
-    function=lambda *args: _FusedLinearCrossEntropy.apply(*args[:-1], True, args[-1]),
+    fallback=lambda *args: _apply(*args, False),
+    function=lambda *args: _apply(*args, True),
     supports=supports,
     cost=cost,
 )
@@ -342,34 +342,34 @@ def fused_linear_cross_entropy(
             (LIGER_KERNEL_VALIDATE=1 raises there too).
     """
     name = OP.name
-    options = {
-        "ignore_index": ignore_index, "label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale,
-        "reduction": reduction, "pre_scale": pre_scale, "softcap": softcap, "accum_dtype": accum_dtype,
-        "use_token_scaling": use_token_scaling, "return_z_loss": return_z_loss,
-        "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
-    }  # fmt: skip
-    require(
-        accumulate_into is None or reduction == "none",
-        f'{name}: accumulate_into needs reduction="none"; got {reduction!r}. Reduce the result.',
-    )
-    plain = all(given is None for given in (group, logits_dtype, low_rank, accumulate_into))
+    if accumulate_into is not None and reduction != "none":
+        raise ValueError(
+            f'{name}: accumulate_into needs reduction="none"; got {reduction!r}. Reduce the result.'
+        )
+    plain = group is None and logits_dtype is None and low_rank is None and accumulate_into is None
     if not plain or isinstance(weight, Packed) or is_dtensor(weight):
         require(
             ce_weight is None,
             f"{name}: a sharded, quantised or LoRA head, logits_dtype and accumulate_into take no class weights.",
         )
         ce.check_options(name, weight.shape[0], None, label_smoothing, reduction, softcap)
-        if accumulate_into is not None:
-            options["accumulate_into"] = accumulate_into
+        into = {} if accumulate_into is None else {"accumulate_into": accumulate_into}
         return objective_cross_entropy(
-            input, weight, target, bias, group, post_scale=post_scale, temperature=temperature,
-            memory_budget=memory_budget, logits_dtype=logits_dtype, low_rank=low_rank, impl=impl, **options,
+            input, weight, target, bias, group, ignore_index=ignore_index, label_smoothing=label_smoothing,
+            lse_square_scale=lse_square_scale, reduction=reduction, pre_scale=pre_scale, softcap=softcap,
+            accum_dtype=accum_dtype, use_token_scaling=use_token_scaling, return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+            post_scale=post_scale, temperature=temperature, memory_budget=memory_budget, logits_dtype=logits_dtype,
+            low_rank=low_rank, impl=impl, **into,
         )  # fmt: skip
     head = HeadParams(weight, bias, pre_scale, softcap, post_scale, temperature)
     input = check_head(name, input, target, head, ignore_index)
     ce.check_options(name, weight.shape[0], ce_weight, label_smoothing, reduction, softcap)
-    options |= {"post_scale": post_scale / temperature, "num_valid": num_valid}
-    options["memory_budget"] = resolve_budget(memory_budget, input.device)
+    options = _Options(
+        ignore_index, label_smoothing, lse_square_scale, reduction, pre_scale, softcap, post_scale / temperature,
+        accum_dtype, use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens,
+        resolve_budget(memory_budget, input.device), num_valid,
+    )  # fmt: skip
     train = torch.is_grad_enabled()
     return CrossEntropyOutput(
         *OP(input, weight, target, bias, ce_weight, options, train, impl=impl)

@@ -1,5 +1,6 @@
 """Cross entropy from log-probabilities: as an objective of the engine, of a head whose rows lie with several ranks,
-which is quantised or has a low-rank term, or of better kept logits; and chunk by chunk where no logits are kept.
+which is quantised or has a low-rank term, or of better kept logits; and chunk by chunk where no logits are kept. Or
+from a chunk of logits.
 
     loss = -(1 - s) logp - s mean_logp + k lse^2        s: label smoothing   k: lse_square_scale
 
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._ce_batch import denominators
-from liger_kernel.ops._ce_kernels import RowStats
+from liger_kernel.ops._ce_kernels import RowStats, ce_rows
+from liger_kernel.ops._ce_torch import ce_rows_torch
 from liger_kernel.ops._device import exp
 from liger_kernel.ops._op import compute_dtype, dense, require
 from liger_kernel.ops._triton import cdiv, launch, tl, triton
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput
+from liger_kernel.ops.head.engine import RowKernel, part
 from liger_kernel.ops.head.exponentials import PerToken, Targets
 from liger_kernel.ops.head.objective import Tokens, fused_linear_objective
 from liger_kernel.ops.linear_logprob import linear_logprob
@@ -142,6 +145,23 @@ def loss_of_logp(
             _loss_kernel, (cdiv(n, _BLOCK),), logp.device, *tensors, *sizes, TOKEN_SCALING=token_scaling, BLOCK=_BLOCK,
             num_warps=4,
         )  # fmt: skip
-        return RowStats(numbers, labels.new_empty(0)), a
+        return RowStats(numbers, None), a
 
     return per_token
+
+
+def loss_of_logits(
+    labels: Tensor, ce_weight: Tensor | None, scales: Callable[[], Tensor], upstream: Tensor | None, kernels: bool,
+    options: dict[str, Any],
+) -> RowKernel:  # fmt: skip
+    """For `engine.run`: the loss of a chunk's tokens and the gradient of their logits; options: those of `ce_rows`."""
+    rows = ce_rows if kernels else ce_rows_torch
+
+    def per_row(
+        logits: Tensor, start: int, stop: int, index: Tensor | None, out: Tensor | None
+    ) -> Any:
+        place = start, stop, index
+        u = None if upstream is None else part(upstream, *place)
+        return rows(logits, part(labels, *place), ce_weight, scales(), u, out, **options)
+
+    return per_row

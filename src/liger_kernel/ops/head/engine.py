@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
-from liger_kernel.ops._op import compute_dtype, no_autocast, rows
+from liger_kernel.ops._op import compute_dtype, like, no_autocast, rows
 from liger_kernel.ops.head.logits import Logits, accumulate, product
 from liger_kernel.ops.head.params import HeadParams
 from liger_kernel.ops.head.plan import Plan, plan
@@ -81,7 +81,9 @@ def alignment(device: torch.device) -> int:
 
 def part(of: Tensor, start: int, stop: int, index: Tensor | None) -> Tensor:
     """The rows of a chunk, as `run` hands its place to `per_row`."""
-    return of[start:stop] if index is None else of.index_select(0, index)
+    if index is not None:
+        return of.index_select(0, index)
+    return of if stop - start == of.shape[0] else of[start:stop]
 
 
 def placed(values: Tensor, keep: Tensor | None, n: int, absent: float = 0) -> Tensor:
@@ -118,27 +120,25 @@ def run(
     cast = head.to(h.dtype)
     down, up = cast.low_rank or (None, None)
     n = h.shape[0] if keep is None else keep.numel()
-    todo = plan_for(h, head, n, budget, dropped=keep is not None)
+    dropped, gradient = keep is not None, wanted.any
+    todo = plan_for(h, head, n, budget, dropped)
     if cuts is None:
-        cuts = todo.slices()
-    longest = max((stop - start for start, stop in cuts), default=0)
-    dropped = keep is not None
+        cuts, longest = todo.slices(), min(todo.rows, n)
+    else:
+        longest = max((stop - start for start, stop in cuts), default=0)
     sums = Sums(h, cast, head, wanted, len(cuts), n, accum_dtype, hidden.shape, dropped, into)
-    logits_of = Logits(
-        cast.weight, cast.bias, head.logits, longest, todo.row_stride, wanted.any, up
-    )  # fmt: skip
+    logits_of = Logits(cast.weight, cast.bias, head.logits, longest, todo.row_stride, gradient, up)
     found: list[Any] = []
-    with no_autocast(h.device.type), _env.exact_products(h.device):
+    with no_autocast(h.device.type), _env.exact_products(h.device, h.dtype):
         for start, stop in cuts:
             index = None if keep is None else keep[start:stop]
-            x, y, d = (
-                None if t is None else part(t, start, stop, index) for t in (h, targets, down)
-            )
-            assert x is not None
+            x = part(h, start, stop, index)
+            y = None if targets is None else part(targets, start, stop, index)
+            d = None if down is None else part(down, start, stop, index)
             logits, dz, shift = logits_of(x, y, d)
             more = () if shift is None else (shift,)
-            found.append(per_row(logits, start, stop, index, dz if wanted.any else None, *more))
-            if wanted.any:
+            found.append(per_row(logits, start, stop, index, dz if gradient else None, *more))
+            if gradient:
                 sums.add(dz, x, d, start, stop, index)
         return found, sums.finish()
 
@@ -151,29 +151,26 @@ class Sums:
         accum_dtype: torch.dtype | None, hidden_shape: torch.Size, dropped: bool, into: Tensor | None,
     ):  # fmt: skip
         self.cast, self.head, self.hidden_shape = cast, head, hidden_shape
-        shape, device = cast.weight.shape, h.device
         # One chunk is rounded once by the product itself: an accumulator would add nothing.
         wide = head.weight.dtype if accum_dtype is None or chunks == 1 else accum_dtype
-        make = torch.zeros if dropped else torch.empty
-        self.dh = make(h.shape, dtype=h.dtype, device=device) if wanted.hidden else None
-        start = torch.empty if tokens else torch.zeros
+        self.dh = _room(h, h.dtype, dropped) if wanted.hidden else None
         self.into = into if wanted.weight else None
         make_dw = wanted.weight and into is None
-        self.dw = start(shape, dtype=wide, device=device) if make_dw else self.into
+        self.dw = _room(cast.weight, wide, not tokens) if make_dw else self.into
         exact = compute_dtype(h)
-        self.db = torch.zeros(shape[0], dtype=exact, device=device) if wanted.bias else None
+        self.db = h.new_zeros(cast.weight.shape[0], dtype=exact) if wanted.bias else None
         self.dd = self.du = None
         if head.low_rank is not None and cast.low_rank is not None:
             d, u = cast.low_rank
-            own = head.low_rank[0].dtype
-            self.dd = make(d.shape, dtype=own, device=device) if wanted.down else None
-            self.du = start(u.shape, dtype=exact, device=device) if wanted.up else None
+            self.dd = _room(d, head.low_rank[0].dtype, dropped) if wanted.down else None
+            self.du = _room(u, exact, not tokens) if wanted.up else None
         self.on_the_way: list[tuple[Any, Tensor, Tensor, Tensor | slice]] = []
 
     def add(
         self, dz: Tensor, x: Tensor, d: Tensor | None, start: int, stop: int, index: Tensor | None
     ) -> None:
-        self._receive()
+        if self.on_the_way:
+            self._receive()
         u = None if self.cast.low_rank is None else self.cast.low_rank[1]
         for out, factor in ((self.dh, self.cast.weight), (self.dd, u)):
             if out is None or factor is None:
@@ -181,7 +178,7 @@ class Sums:
             if self.cast.shard is not None:
                 self._send(out, dz, factor, slice(start, stop) if index is None else index)
             elif index is None:
-                accumulate(out[start:stop], dz, factor, first=True)
+                accumulate(part(out, start, stop, None), dz, factor, first=True)
             else:
                 out.index_copy_(0, index, product(dz, factor, out.dtype))
         self.add_weight(dz, x, start)
@@ -190,11 +187,12 @@ class Sums:
         if self.db is not None:
             self.db += dz.sum(0, dtype=self.db.dtype)
 
-    def add_weight(self, dz: Tensor, x: Tensor, start: int, columns: slice = slice(None)) -> None:
-        """dW += dz^T x, if it is wanted; dz of these columns of the logits."""
+    def add_weight(self, dz: Tensor, x: Tensor, start: int, columns: slice | None = None) -> None:
+        """dW += dz^T x, if it is wanted; dz of these columns of the logits, or of all."""
         if self.dw is not None:
             first = start == 0 and self.into is None
-            accumulate(self.dw[columns], dz.t(), x, first)
+            total = self.dw if columns is None else self.dw[columns]
+            accumulate(total, dz.t(), x, first)
 
     def _send(self, out: Tensor, dz: Tensor, factor: Tensor, place: Tensor | slice) -> None:
         """Sum this slice's part of dh or dd over the group in fp32, while dW and dU are made."""
@@ -210,16 +208,32 @@ class Sums:
         self.on_the_way.clear()
 
     def finish(self) -> Gradients:
-        self._receive()
-
-        def like(total: Tensor | None, given: Tensor | None) -> Tensor | None:
-            return None if total is None or given is None else total.to(given.dtype)
-
+        if self.on_the_way:
+            self._receive()
         down, up = self.head.low_rank or (None, None)
         return Gradients(
-            None if self.dh is None else self.dh.view(self.hidden_shape),
-            like(self.dw, self.head.weight) if self.into is None else None,
-            like(self.db, self.head.bias),
-            None if self.dd is None or down is None else self.dd.view(down.shape),
-            like(self.du, up),
+            None if self.dh is None else _shaped(self.dh, self.hidden_shape),
+            _cast(self.dw, self.head.weight) if self.into is None else None,
+            _cast(self.db, self.head.bias),
+            None if self.dd is None or down is None else _shaped(self.dd, down.shape),
+            _cast(self.du, up),
         )
+
+
+# What torch would do for nothing takes a microsecond each time.
+
+
+def _room(of: Tensor, dtype: torch.dtype, zeros: bool) -> Tensor:
+    """Memory for a gradient of this shape."""
+    room = like(of, dtype)
+    return room.zero_() if zeros else room
+
+
+def _shaped(total: Tensor, shape: torch.Size) -> Tensor:
+    return total if total.shape == shape else total.view(shape)
+
+
+def _cast(total: Tensor | None, given: Tensor | None) -> Tensor | None:
+    if total is None or given is None or total.dtype == given.dtype:
+        return total
+    return total.to(given.dtype)

@@ -123,7 +123,7 @@ def run(
     chunk = _Chunk(cast, ignore_index, longest, todo.row_stride, wanted.any, hits, h, home)
     most = longest if home is None else home.shape[1]
     found: list[Any] = []
-    with no_autocast(h.device.type), _env.exact_products(h.device):
+    with no_autocast(h.device.type), _env.exact_products(h.device, h.dtype):
         if counting is not None:
             first, keep, n = _first(chunk, sums, h, counting, per_token, most)
             found, cuts = [first], cuts_of(min(most, n), n, longest)

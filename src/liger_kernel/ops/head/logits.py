@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
-from liger_kernel.ops._op import require
+from liger_kernel.ops._op import like, require
 
 DTYPES = {"same": None, "float32": torch.float32, "offset": "offset"}  # form -> logits_dtype
 
@@ -46,10 +46,9 @@ class Logits:
         self.weight, self.bias, self.up, self.form = weight, bias, up, form
         wide = form == "float32"
         kept = torch.float32 if wide else weight.dtype
-        self._buffer = torch.empty((rows, stride), dtype=kept, device=weight.device)
-        self._gradient = self._buffer
-        if wide and gradient:
-            self._gradient = torch.empty((rows, stride), dtype=weight.dtype, device=weight.device)
+        self._buffer = weight.new_empty((rows, stride), dtype=kept)
+        own = wide and gradient
+        self._gradient = like(self._buffer, weight.dtype) if own else self._buffer
         direct = not wide or _env.mixed_products(weight.device)
         self._factors = [m.t() if direct else m.t().float() for m in (up, weight) if m is not None]
 
@@ -62,7 +61,9 @@ class Logits:
         taken for the nearest.
         """
         n, vocab = x.shape[0], self.weight.shape[0]
-        logits, gradient = self._buffer[:n, :vocab], self._gradient[:n, :vocab]
+        logits, gradient = self._buffer, self._gradient
+        if logits.shape != (n, vocab):
+            logits, gradient = logits[:n, :vocab], gradient[:n, :vocab]
         # What stands there before the last product is rounded once more: the smaller of what there could be.
         terms = list(zip([x] if down is None else [down, x], self._factors, strict=True))
         shift, first = None, True
@@ -108,7 +109,8 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
-    a, b = a.to(total.dtype), b.to(total.dtype)
+    if total.dtype != a.dtype:
+        a, b = a.to(total.dtype), b.to(total.dtype)
     if first:
         torch.mm(a, b, out=total)
     else:

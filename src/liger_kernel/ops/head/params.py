@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._labels import check_labels
-from liger_kernel.ops._op import require, rows
+from liger_kernel.ops._op import rows
 from liger_kernel.ops.head.shard import VocabShard
 
 
@@ -64,40 +64,39 @@ class HeadParams:
         """ValueError if these cannot be the head of `hidden` `[*, H]`: also the last guard against
         a sharded weight.
         """
-        w, b = self.weight, self.bias
-        require(
-            w.dim() == 2 and w.shape[0] > 0,
-            f"{op}: the head weight must be [V, H]; got {list(w.shape)}. An empty or one-dimensional weight is a "
-            "shard: call the loss inside the head module's forward, where FSDP and ZeRO-3 have gathered it.",
-        )
-        require(
-            hidden.dim() >= 1 and hidden.shape[-1] == w.shape[1],
-            f"{op}: hidden states have width {hidden.shape[-1] if hidden.dim() else 0}, the head weight "
-            f"{list(w.shape)} takes {w.shape[1]}.",
-        )
-        require(
-            b is None or b.shape == w.shape[:1],
-            f"{op}: bias must be [{w.shape[0]}]; got {None if b is None else list(b.shape)}.",
-        )
+        reason = self._why_not(hidden)
+        if reason is not None:
+            raise ValueError(f"{op}: {reason}")
+
+    def _why_not(self, hidden: Tensor) -> str | None:
+        b, shape, taken = self.bias, hidden.shape, self.weight.shape
+        if len(taken) != 2 or taken[0] == 0:
+            return (
+                f"the head weight must be [V, H]; got {list(taken)}. An empty or one-dimensional weight is a "
+                "shard: call the loss inside the head module's forward, where FSDP and ZeRO-3 have gathered it."
+            )
+        if not shape or shape[-1] != taken[1]:
+            width = shape[-1] if shape else 0
+            return (
+                f"hidden states have width {width}, the head weight {list(taken)} takes {taken[1]}."
+            )
+        if b is not None and b.shape != taken[:1]:
+            return f"bias must be [{taken[0]}]; got {list(b.shape)}."
         if self.low_rank is not None:
             down, up = self.low_rank
-            fits = down.shape == (*hidden.shape[:-1], up.shape[-1]) and up.shape[:-1] == w.shape[:1]
-            require(
-                fits,
-                f"{op}: low_rank must be [*, r] of the same tokens as hidden {list(hidden.shape)} and "
-                f"[{w.shape[0]}, r]; got {list(down.shape)} and {list(up.shape)}.",
-            )
-        for name in ("pre_scale", "post_scale"):
-            value = getattr(self, name)
-            require(math.isfinite(value), f"{op}: {name} must be finite; got {value}.")
-        require(
-            self.softcap is None or self.softcap > 0,
-            f"{op}: softcap must be positive or None; got {self.softcap}.",
-        )
-        require(
-            math.isfinite(self.temperature) and self.temperature > 0,
-            f"{op}: temperature must be positive; got {self.temperature}.",
-        )
+            if down.shape != (*shape[:-1], up.shape[-1]) or up.shape[:-1] != taken[:1]:
+                return (
+                    f"low_rank must be [*, r] of the same tokens as hidden {list(shape)} and [{taken[0]}, r]; got "
+                    f"{list(down.shape)} and {list(up.shape)}."
+                )
+        for name, value in (("pre_scale", self.pre_scale), ("post_scale", self.post_scale)):
+            if not math.isfinite(value):
+                return f"{name} must be finite; got {value}."
+        if self.softcap is not None and not self.softcap > 0:
+            return f"softcap must be positive or None; got {self.softcap}."
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            return f"temperature must be positive; got {self.temperature}."
+        return None
 
 
 def check_head(
@@ -109,11 +108,11 @@ def check_head(
     """
     head.check(hidden, op)
     if targets is not None:
-        require(
-            targets.numel() == hidden.shape[:-1].numel(),
-            f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got "
-            f"{list(targets.shape)}.",
-        )
+        if targets.numel() != hidden.shape[:-1].numel():
+            raise ValueError(
+                f"{op}: targets must hold one label for each row of hidden {list(hidden.shape)}; got "
+                f"{list(targets.shape)}."
+            )
         if classes:
             check_labels(op, targets, head.vocab, ignore_index)
     return autocast(hidden)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel import _env
-from liger_kernel.ops._triton import cdiv
+from liger_kernel.ops._triton import cdiv, planned
 
 MAX_CHUNKS = 8  # up to here bf16 accumulation of dW stays within the tolerance rule
 _TILE_ROWS = 128  # rows of a matrix product's tile
@@ -40,6 +40,7 @@ class Plan:
         return f"{self.tokens} tokens in {self.chunks} chunk(s) of {self.rows}, {size:.0f} MiB"
 
 
+@planned
 def plan(
     tokens: int,
     vocab: int,
@@ -59,6 +60,7 @@ def plan(
     return chunked(tokens, row_stride, (row_stride + 2 * hidden * gather) * itemsize, budget)
 
 
+@planned
 def chunked(tokens: int, row_stride: int, row_bytes: int, budget: int) -> Plan:
     """The plan for `tokens` rows that take `row_bytes` each."""
     most = _whole(budget // row_bytes, _TILE_ROWS)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import _env
+from liger_kernel.ops._ce_batch import SMALL, store_factors
 from liger_kernel.ops._device import row_base
 from liger_kernel.ops._op import dense, like
 from liger_kernel.ops._triton import AVAILABLE, Launch, block_of, cdiv, launch, planned, tl, triton
@@ -42,14 +43,21 @@ def valid_tokens_later(
     return valid_tokens(target, ignore_index, num_valid)
 
 
-def without_ignored(hidden: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """hidden `[*, H]` with zeros where target `[*]` is ignored: what stands there (NaN, say) reaches no product."""
+def without_ignored(
+    hidden: Tensor, target: Tensor, ignore_index: int, factors: Tensor | None = None,
+    weight: Tensor | None = None, n_classes: int = 0,
+) -> Tensor:  # fmt: skip
+    """hidden `[*, H]` with zeros where target `[*]` is ignored: what stands there (NaN, say) reaches no sum of tokens.
+
+    factors `[2]`: where kernels run, memory for `_ce_batch.factors` of "mean" and these class weights, from the same
+    launch.
+    """
     if not (AVAILABLE and _env.triton_runs_on(hidden.device.type)):
         counts = (target != ignore_index).view(hidden.shape[:-1])
         return torch.where(counts.unsqueeze(-1), hidden, 0.0)
     x, kept = dense(hidden), like(hidden)
-    tokens, width = x.shape[:-1].numel(), x.shape[-1]
-    _without(x.device, tokens, width, ignore_index)(kept, x, dense(target))
+    run = _without(x.device, target.numel(), x.shape[-1], n_classes, ignore_index)
+    run(kept, factors, x, dense(target), weight if weight is None else dense(weight))
     return kept
 
 
@@ -97,16 +105,24 @@ def _sent(value: Tensor) -> Callable[[], int]:
 
 
 @planned
-def _without(device: torch.device, tokens: int, width: int, ignore_index: int) -> Launch:
+def _without(
+    device: torch.device, tokens: int, width: int, n_classes: int, ignore_index: int
+) -> Launch:
     block = min(block_of(width), _ROW)
-    grid = (tokens, cdiv(width, block))
-    return Launch(_without_kernel, grid, device, width, ignore_index, BLOCK=block, num_warps=4)
+    numbers = (width, tokens, n_classes, ignore_index)
+    meta = {**SMALL, "BLOCK": block, "TOKENS": SMALL["BLOCK"]}
+    return Launch(_without_kernel, (tokens, cdiv(width, block)), device, *numbers, **meta)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
-def _without_kernel(KEPT, X, T, width, ignore_index, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens", "n_classes", "ignore_index"])
+def _without_kernel(
+    KEPT, FACTORS, X, T, W, width, tokens, n_classes, ignore_index, BLOCK: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if FACTORS is not None:  # noqa: SIM102, a constant to the compiler
+        if (row == 0) & (tl.program_id(1) == 0):
+            store_factors(FACTORS, T, W, tokens, n_classes, ignore_index, TOKENS)
     counts = tl.load(T + row).to(tl.int64) != ignore_index
     at = row_base(row, width) + cols
     x = tl.load(X + at, mask=(cols < width) & counts, other=0.0)
