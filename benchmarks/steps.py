@@ -96,6 +96,16 @@ def optimizer_of(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
 
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor
+) -> torch.Tensor:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def measure(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, steps: int
 ) -> dict:
@@ -105,10 +115,7 @@ def measure(
     for step in range(steps + 2):
         module.synchronize()
         begin = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = train_step(model, optimizer, ids)
         module.synchronize()
         if step >= 2:
             times.append(time.perf_counter() - begin)
@@ -139,9 +146,7 @@ KINDS = {
 def profile(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> dict:
     """Milliseconds of one step's kernels by kind, and the longest ones by name."""
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, ids)
         torch.get_device_module(ids.device).synchronize()
     names = collections.Counter()
     for event in profiler.events():
