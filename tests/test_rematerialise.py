@@ -1,6 +1,7 @@
 """Rebuilt activations: the same bits, fewer bytes, whoever consumes them and whatever surrounds the forward."""
 
 import copy
+import functools
 import gc
 import inspect
 import weakref
@@ -12,7 +13,12 @@ import torch.nn.functional as F
 from models import batch, step, tiny
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import liger_kernel
 from liger_kernel import _env
@@ -26,7 +32,8 @@ from liger_kernel.transformers.monkey_patch import (
 )
 from liger_kernel.transformers.patch import rematerialise
 from liger_kernel.transformers.patch.apply import seam_of
-from liger_kernel.transformers.patch.rematerialise import rebuildable, wrapped_forward
+from liger_kernel.transformers.patch.hooks import wrapped_forward
+from liger_kernel.transformers.patch.rematerialise import rebuildable
 from liger_kernel.transformers.patch.report import Report
 
 pytest.importorskip("transformers")
@@ -351,6 +358,120 @@ def test_checkpoint(leaves, reentrant, inside):
         out = checkpoint(whole, *leaves, use_reentrant=reentrant)
     out.square().sum().backward()
     assert_equal([leaf.grad for leaf in leaves], gradients(block, *leaves))
+
+
+# Within a checkpoint the layer hands on to its hooks what it does not keep
+
+
+def layered(function):
+    """`function` as the forward of a layer."""
+    forward = wrapped_forward(lambda self, *a: function(*a), None, Report("test"))
+    layer = torch.nn.Module()
+    return lambda *args: forward(layer, *args)
+
+
+def three_consumers(*leaves):
+    """A block whose norm has three consumers, and the norm of its own result, which leaves it."""
+    x, w, gate, up, down, bias = leaves
+    norm = rebuildable(rms_norm)
+    y = norm(x * 2.0, w)
+    product = rebuildable(swiglu)(F.linear(y, gate, bias), F.linear(y, up))
+    return norm(y.square() + F.linear(product, down), w)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("function", [rebuilt_block, three_consumers])
+def test_checkpointed_layer(function, early_stop, leaves):
+    wanted = gradients(function, *leaves)
+    seen = []
+
+    def watched(*leaves):
+        seen.append(rematerialise.top_hooks()[0])
+        return function(*leaves)
+
+    layer = layered(watched)
+
+    def twice(x, *others):  # an output of the first run, with a recipe, enters the second
+        for _ in range(2):
+            x = checkpoint(layer, x, *others, use_reentrant=False)
+        return x
+
+    with set_checkpoint_early_stop(early_stop):
+        found = gradients(lambda *a: checkpoint(layer, *a, use_reentrant=False), *leaves)
+        assert_equal(found, wanted)
+        assert len(seen) == 2
+        assert all(rematerialise.ours(pack) for pack in seen)
+        once_more = lambda x, *o: function(function(x, *o), *o)  # noqa: E731
+        assert_equal(gradients(twice, *leaves), gradients(once_more, *leaves))
+
+
+def test_checkpointed_layer_goes_backward_twice(leaves):
+    out = checkpoint(layered(three_consumers), *leaves, use_reentrant=False).square().sum()
+    wanted = torch.autograd.grad(three_consumers(*leaves).square().sum(), leaves)
+    for retain in (True, True, False):
+        assert_equal(torch.autograd.grad(out, leaves, retain_graph=retain), wanted)
+
+
+def test_checkpointed_layer_asked_for_a_part_first(leaves):
+    out = checkpoint(layered(three_consumers), *leaves, use_reentrant=False).square().sum()
+    wanted = torch.autograd.grad(three_consumers(*leaves).square().sum(), leaves)
+    for some in ([4], [2, 3], [0], [1, 5]):
+        found = torch.autograd.grad(out, [leaves[i] for i in some], retain_graph=True)
+        assert_equal(found, [wanted[i] for i in some])
+    assert_equal(torch.autograd.grad(out, leaves), wanted)
+
+
+def test_checkpoint_within_a_checkpoint(leaves):
+    inner = layered(rebuilt_block)
+
+    def outer(x, *others):
+        y = rebuildable(rms_norm)(x, others[0])
+        return checkpoint(inner, y, *others, use_reentrant=False) + y
+
+    whole = layered(outer)
+    found = gradients(lambda *a: checkpoint(whole, *a, use_reentrant=False), *leaves)
+    assert_equal(found, gradients(outer, *leaves))
+
+
+def test_selective_checkpoint(leaves):
+    def policy(ctx, op, *args, **kwargs):
+        kept = op == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    layer = layered(three_consumers)
+    found = gradients(
+        lambda *a: checkpoint(layer, *a, use_reentrant=False, context_fn=contexts), *leaves
+    )
+    assert_equal(found, gradients(three_consumers, *leaves))
+
+
+def test_a_layer_computed_again_keeps_no_norm(leaves):
+    """When the layer's last product goes backward, the second run's norm is gone, if a recipe stands for it."""
+    alive, outputs = [], []
+
+    class Last(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            ctx.save_for_backward(z)
+            return z * 1.0
+
+        @staticmethod
+        def backward(ctx, dz):
+            _ = ctx.saved_tensors  # computes the layer again
+            gc.collect()
+            alive.append(outputs[-1]() is not None)
+            return dz
+
+    def function(x, w, gate, up, down, bias):
+        y = rebuildable(rms_norm)(x * 2.0, w)
+        outputs.append(weakref.ref(y.untyped_storage()))
+        return Last.apply(F.linear(y, gate, bias) * F.linear(y, up))
+
+    for layer in (function, layered(function)):
+        checkpoint(layer, *leaves, use_reentrant=False).sum().backward()
+    assert len(outputs) == 4
+    assert alive == [True, False]
 
 
 def test_where_hooks_are_forbidden(leaves):

@@ -9,7 +9,7 @@
 seams.py    the walk; norm.py, gated.py, experts.py, activation.py, lora.py, rotary.py, head.py, loss.py: one seam each
 adapters.py the walk again when PEFT has changed the model
 probe.py    does a candidate compute what the class computes?
-rematerialise.py   activations rebuilt instead of kept
+rematerialise.py   activations rebuilt instead of kept; hooks.py: in which forwards
 promise.py  logits that meet the loss before they exist; chain.py: what may happen to them on the way
 apply.py    the ledger of replaced attributes; report.py: the result
 registry.py the contract's 45 functions, from a table

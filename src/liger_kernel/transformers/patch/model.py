@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_kernel.transformers.patch import adapters, rematerialise, seams
+from liger_kernel.transformers.patch import adapters, hooks, rematerialise, seams
 from liger_kernel.transformers.patch import head as heads
 from liger_kernel.transformers.patch.apply import made_by, seam_of
 from liger_kernel.transformers.patch.loss import causal_lm_loss
@@ -103,14 +103,14 @@ def _bind_hooks(
 ) -> None:
     """The forwards of the model's parts: activations to rebuild, adapters to look out for."""
     rebuild = rebuild and _rebuilds(model, report)
-    for name, place in rematerialise.places(model):
+    for name, place in hooks.places(model):
         at = _forward_name(place)
         present, old, new = getattr(place, at), _unbound(place, at), None
         if seam_of(present) == adapters.FLAG:  # an adapted layer by itself
             continue
         already = made_by(present, "rematerialise")
         if rebuild and bind and not already:
-            new = rematerialise.wrapped_forward(old, name, report, look)
+            new = hooks.wrapped_forward(old, name, report, look)
         elif look is not None and not adapters.watches(present):
             new = adapters.wrapped_forward(old, look)
         if new is not None:
@@ -119,6 +119,17 @@ def _bind_hooks(
             status = ALREADY if already else SWAPPED if bind else FITS
             detail = "inputs of linear layers are rebuilt in backward"
             report.add("rematerialise", type(place).__name__, status, detail)
+            if bind and not already:
+                _bind_layers(place, report)
+
+
+def _bind_layers(place: Any, report: Report) -> None:
+    """The layers that may be checkpointed."""
+    for _, layer in hooks.layers(place):
+        at = _forward_name(layer)
+        if not made_by(getattr(layer, at), "rematerialise"):
+            new = hooks.wrapped_forward(_unbound(layer, at), None, report)
+            report.ledger.bind(layer, at, new, "rematerialise")
 
 
 def _rebuilds(model: Any, report: Report) -> bool:

@@ -14,12 +14,13 @@ the same forward passes through as it was, and its version is checked as autogra
 and, until the forward ends, on y; nothing else refers to it.
 
 Hooks do not nest: the innermost pair sees every tensor alone. So within somebody else's hooks
-(activation offloading, a checkpoint around the model) we stand aside, and theirs inside ours
-(checkpointed layers) hide ours. Under torch.compile the partitioner decides, and nothing here runs.
+(activation offloading) we stand aside. Inside a checkpoint ours hand on to its what they do not keep:
+while a layer is computed again and goes backward, it keeps no norm's output either. What is saved must
+then be the same tensors both times, so only recipes of the same run of the layer count. Under
+torch.compile the partitioner decides, and nothing here runs.
 """
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,13 +28,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from liger_kernel import _env
 from liger_kernel.ops._op import is_dtensor
 from liger_kernel.ops._reuse import Kept
-from liger_kernel.transformers.patch.apply import Ledger, original_of
 
 # whose functions are `rebuildable`
 SEAMS = ("rms_norm", "layer_norm", "gated_norm", "gated_mlp", "relu_squared")
@@ -44,6 +43,12 @@ _TO_DTENSOR = "_FromTorchTensorBackward"
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - a module without type stubs
 _top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 WHY_NOT = None if _top_hooks is not None else "torch before 2.8 does not say whose hooks are active"
+
+
+def top_hooks() -> Any:
+    """(pack, unpack) of the innermost hooks, None if there are none."""
+    return None if _top_hooks is None else _top_hooks(False)
+
 
 # What stands for a saved tensor
 
@@ -69,35 +74,46 @@ class _Same(Kept):
         return self.tensor
 
 
+class _Theirs:
+    """What a checkpoint's hook keeps in the tensor's place."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, tensor: Tensor, hooks: Any) -> None:
+        pack, self.unpack = hooks
+        self.packed = pack(tensor)
+
+    def get(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
 class _Rebuilt:
     """A recipe, which view of its result was saved (None: all of it), and the DTensor around that."""
 
-    __slots__ = ("dtensor", "recipe", "view", "waits")
+    __slots__ = ("__weakref__", "asked", "dtensor", "recipe", "view")
 
     def __init__(self, recipe: "_Recipe", view: Any = None, dtensor: Any = None) -> None:
-        self.recipe, self.view, self.dtensor, self.waits = recipe, view, dtensor, True
-        recipe.waiting += 1
+        self.recipe, self.view, self.dtensor, self.asked = recipe, view, dtensor, False
+        recipe.consumers.append(weakref.ref(self))
 
     def get(self) -> Tensor:
         recipe = self.recipe
         y = recipe.value()
-        if self.waits:
-            self.waits = False
-            recipe.waiting -= 1
-        recipe.result = y if recipe.waiting else None
+        self.asked = True
+        recipe.result = y if recipe.waiting() else None
         if self.view is not None:
             y = y.as_strided(*self.view)
         return y if self.dtensor is None else self.dtensor(y)
 
 
-_Packed = _Same | _Rebuilt
+_Packed = _Same | _Theirs | _Rebuilt
 
 
 class _Recipe:
     """function(*args, **options), in the autocast state of the forward."""
 
     __slots__ = (
-        "args", "autocast", "counted", "function", "kept", "options", "result", "versions", "waiting",
+        "args", "autocast", "consumers", "counted", "function", "kept", "options", "result", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -107,8 +123,8 @@ class _Recipe:
         self.versions = _versions(args)
         self.autocast = _autocast(kind)
         self.kept = self.counted = False
-        self.waiting = 0  # consumers that have not asked yet
-        self.result: Tensor | None = None  # for them, once one has
+        self.consumers: list[weakref.ref[_Rebuilt]] = []
+        self.result: Tensor | None = None  # for those that have not asked yet, once one has
 
     def keep(self) -> bool:
         """Hold on to the arguments as autograd would; False if one has changed since the call."""
@@ -119,11 +135,20 @@ class _Recipe:
             self.kept = True
         return True
 
+    def waiting(self) -> bool:
+        """Whether some consumers have not asked. Once all have, another backward may begin."""
+        alive = [found for ref in self.consumers if (found := ref()) is not None]
+        if not all(c.asked for c in alive):
+            return True
+        for consumer in alive:
+            consumer.asked = False
+        return False
+
     def value(self) -> Tensor:
         """The result."""
         if self.result is not None:
             return self.result
-        args = [a.get() if isinstance(a, (_Same, _Rebuilt)) else a for a in self.args]
+        args = [a.get() if isinstance(a, _Packed) else a for a in self.args]
         with torch.no_grad():
             if self.autocast == _autocast(self.autocast[0]):
                 return self.function(*args, **self.options)
@@ -147,10 +172,11 @@ def _versions(args: Any) -> list[int]:
 class _Tag:
     """Hangs on y; refers to the recipe until the forward ends."""
 
-    __slots__ = ("__weakref__", "address", "recipe", "version")
+    __slots__ = ("__weakref__", "address", "recipe", "run", "version")
 
     def __init__(self, y: Tensor, recipe: _Recipe) -> None:
         self.recipe: _Recipe | None = recipe
+        self.run = _forward.tags
         self.address, self.version = y.data_ptr(), y._version
 
 
@@ -160,6 +186,7 @@ class _Forward(threading.local):
     def __init__(self) -> None:
         self.tags: list[weakref.ref[_Tag]] = []
         self.bytes = 0
+        self.outer: Any = None  # (pack, unpack) of the checkpoint whose layer this is
 
 
 _forward = _Forward()
@@ -204,7 +231,7 @@ def _whole(y: Tensor) -> bool:
 
 def _pack(tensor: Tensor) -> _Packed:
     packed = _stand_in(tensor)
-    if type(packed) is _Rebuilt and not packed.recipe.counted:
+    if type(packed) is _Rebuilt and not packed.recipe.counted and _forward.outer is None:
         packed.recipe.counted = True
         local = tensor if packed.dtensor is None else tensor._local_tensor  # type: ignore[attr-defined]
         _forward.bytes += local.untyped_storage().nbytes()
@@ -222,7 +249,8 @@ def _stand_in(tensor: Tensor) -> _Packed:
     dtensor = is_dtensor(tensor)
     recipe = _of_dtensor(base) if dtensor else _of_plain(base)
     if recipe is None or tensor.dtype != base.dtype or not recipe.keep():
-        return _Same(tensor)
+        outer = _forward.outer
+        return _Same(tensor) if outer is None else _Theirs(tensor, outer)
     local = tensor._local_tensor if dtensor else tensor  # type: ignore[attr-defined]
     view = (local.shape, local.stride(), local.storage_offset())
     return _Rebuilt(recipe, view, _around(tensor) if dtensor else None)
@@ -232,12 +260,13 @@ def _of_plain(base: Tensor) -> _Recipe | None:
     """The recipe of a tensor that is no view: its own, or one made for a cast."""
     tag: _Tag | None = getattr(base, _TAG, None)
     if tag is not None:
-        return tag.recipe if tag.version == base._version else None
+        ours = tag.run is _forward.tags and tag.version == base._version
+        return tag.recipe if ours else None
     source = _before(base, _CASTS)
     if source is None or base._version or not _whole(base) or not source.recipe.keep():
         return None
     options = {"dtype": base.dtype, "device": base.device}
-    recipe = _Recipe(_cast, (_Rebuilt(source.recipe),), options, base.device.type)
+    recipe = _Recipe(cast, (_Rebuilt(source.recipe),), options, base.device.type)
     _hang(base, recipe)
     return recipe
 
@@ -260,7 +289,7 @@ def _before(base: Tensor, name: str) -> Any:
     metadata: Any = None if node is None else node.metadata
     found = None if metadata is None else metadata.get(_TAG)
     tag = None if found is None else found()
-    return None if tag is None or tag.recipe is None else tag
+    return None if tag is None or tag.recipe is None or tag.run is not _forward.tags else tag
 
 
 def _around(tensor: Any) -> Callable[[Tensor], Tensor]:
@@ -269,99 +298,33 @@ def _around(tensor: Any) -> Callable[[Tensor], Tensor]:
     return lambda local: cls(local, spec, requires_grad=False)
 
 
-def _cast(x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def cast(x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """x in another dtype: a recipe's function."""
     return x.to(device, dtype)
 
 
 def _watching() -> bool:
-    top = None if _top_hooks is None else _top_hooks(False)
-    return top is not None and top[0] is _pack
+    top = top_hooks()
+    return top is not None and ours(top[0])
 
 
-# Forwards
-
-
-def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a model whose forwards get the hooks, by name: they contain all its layers, and nothing wraps the
-    model's own forward, which belongs to the head's seam and to other libraries."""
-    for name, child in model.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield from ((f"{name}.{inner}", place) for inner, place in places(child))
-        elif any(True for _ in child.children()):
-            yield name, child
-
-
-def wrapped_forward(
-    forward: Any, name: str, report: Any, before: Callable[[Any], None] | None = None
-) -> Any:
-    """`forward(self, ...)` of a module under the hooks, after `before(self)`; the bytes not kept go to
-    `report.rebuilt[name]`."""
-
-    @functools.wraps(forward)
-    def liger_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
-        if before is not None:
-            before(self)
-        if not torch.is_grad_enabled() or not _free():
-            return forward(self, *args, **kwargs)
-        _see_adapters(report.ledger, self)
-        with _hooks(name, report.rebuilt):
-            return forward(self, *args, **kwargs)
-
-    liger_forward.__liger_seam__ = "rematerialise"  # type: ignore[attr-defined]
-    return liger_forward
+# The hooks
 
 
 @contextmanager
-def _hooks(name: str, rebuilt: dict[str, int]) -> Iterator[None]:
-    _forward.bytes = 0
+def hooks(outer: Any = None) -> Iterator[_Forward]:
+    """Our hooks, handing on to those of a checkpoint, `outer`, if there are such."""
+    before = _forward.tags, _forward.bytes, _forward.outer
+    _forward.tags, _forward.bytes, _forward.outer = [], 0, outer
     try:
         with saved_tensors_hooks(_pack, _unpack):
-            yield
+            yield _forward
     finally:
-        rebuilt[name] = _forward.bytes
         for tag in [found for ref in _forward.tags if (found := ref()) is not None]:
             tag.recipe = None
-        _forward.tags.clear()
+        _forward.tags, _forward.bytes, _forward.outer = before
 
 
-def _free() -> bool:
-    """Whether the hooks can be ours. If they are somebody else's, and not a checkpoint's, say so once."""
-    if not _autograd._saved_tensors_hooks_is_enabled():
-        return False
-    top = _top_hooks(False)
-    if top is None:
-        return True
-    module = getattr(top[0], "__module__", "")
-    if top[0] is not _pack and module != "torch.utils.checkpoint":
-        who = getattr(top[0], "__qualname__", type(top[0]).__qualname__)
-        _env.warn_once(
-            f"liger_kernel: activations are kept, not rematerialised: the forward runs within the saved-tensor hooks "
-            f"of {module}.{who}, and hooks do not nest. patch(model, rematerialise=False) silences this."
-        )
-    return False
-
-
-# Adapters
-
-
-def _see_adapters(ledger: Ledger, user: Any) -> None:
-    """PEFT casts the input of every adapted linear layer, often to fp32: let a cast keep what it was cast from."""
-    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is not None:
-        layer, name = tuners.BaseTunerLayer, "_cast_input_dtype"
-        ledger.share(layer, name, _casting(original_of(getattr(layer, name))), user)
-
-
-@functools.cache
-def _casting(original: Any) -> Any:
-    @functools.wraps(original)
-    def _cast_input_dtype(self: Any, x: Any, dtype: torch.dtype) -> Any:
-        y = original(self, x, dtype)
-        if x is not None and y.element_size() > x.element_size():
-            offer(y, _cast, (x,), {"dtype": y.dtype, "device": y.device})
-        return y
-
-    _cast_input_dtype.__liger_seam__ = "rematerialise"  # type: ignore[attr-defined]
-    return _cast_input_dtype
+def ours(hook: Any) -> bool:
+    """Whether this pack hook is ours."""
+    return hook is _pack
