@@ -84,6 +84,7 @@ class Card(SimpleNamespace):
         self.synchronize = self.empty_cache = lambda: None
         self.reset_peak_memory_stats = lambda device: None
         self.max_memory_reserved = lambda device: self.peak
+        self.is_available = lambda: False
         self.get_device_properties = lambda device: SimpleNamespace(total_memory=100 * longest.GIB)
 
     def set_per_process_memory_fraction(self, fraction, device):
@@ -148,4 +149,4 @@ def test_the_script():
         found = json.loads(line)
         assert found["longest"] > 0, done.stderr
         assert found["stopped"] == "memory", done.stderr
-        assert found["peak GiB"] <= 0.25
+        assert found["peak GiB"] <= 0.25 + 0.02  # a segment of 20 MiB

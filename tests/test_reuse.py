@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel import _env
 from liger_kernel.ops import _gated, _reuse
+from liger_kernel.ops import gated_linear as gated_linear_module
 from liger_kernel.ops.gated_linear import gated_linear
 from liger_kernel.ops.geglu import geglu, geglu_packed
 from liger_kernel.ops.mlp import mlp
@@ -200,6 +201,16 @@ def test_checkpoints_recompute_for_nobody_else(function, reentrant, layers, x, w
     checkpoint(function, layers, x, use_reentrant=reentrant).square().sum().backward()
     same([x.grad, *(p.grad for p in layers.parameters())], truth)
     assert written == [(True, True)]
+
+
+def test_a_checkpoint_computes_no_output_again(layers, x, small, monkeypatch):
+    """Its second forward ends where gate and up have been saved."""
+    filled, fill = [], gated_linear_module._fill
+    monkeypatch.setattr(gated_linear_module, "_fill", lambda *a: filled.append(1) or fill(*a))
+    y = checkpoint(joined, layers, x, use_reentrant=False)
+    assert len(filled) == 1
+    y.square().sum().backward()
+    assert len(filled) == 1
 
 
 def test_rematerialised_products_share_their_sources_no_longer(layers, x, written):

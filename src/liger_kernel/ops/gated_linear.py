@@ -10,6 +10,9 @@ A linear layer keeps its input p for dW. Here the kernel that makes dgate and du
 registers and writes it over dp, so p is never kept; dgate and dup are written over gate and up where autograd alone
 still holds those (`_reuse`). The same products as those of the separate layers, and the same bits.
 
+A checkpoint ends its second forward where the last tensor has been saved. So y gets its node, which saves, before it
+gets its values: in a layer that ends here they are not computed again, and neither is p.
+
 Casts   as the separate layers: p is rounded to the common dtype, sums within products are the matrix library's.
 Memory  keeps gate and up (the separate layers: 3F values a token). Backward has F values a token above them, dp, and 2F
         more where gate or up cannot be written over. It moves 6NF values in one kernel, forward 3NF.
@@ -29,8 +32,10 @@ from liger_kernel.ops._op import (
     Op,
     choice,
     compute_dtype,
+    direct,
     first_order,
     named,
+    observed,
     place,
     require,
     rows,
@@ -74,8 +79,26 @@ def gated_linear_forward_kernel(
     gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, scale: float
 ) -> Tensor:
     """-> y, contiguous."""
+    y = gate.new_empty((*gate.shape[:-1], weight.shape[0]))
+    _fill(y, gate, up, weight, bias, act, scale)
+    return y
+
+
+def _fill(
+    y: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: str,
+    scale: float,
+) -> None:
     pair = _gated.halves(gate) if up is None else (gate, up)
-    return torch.nn.functional.linear(_gated.gated_forward(*pair, act, scale, 1.0), weight, bias)
+    p, out = rows(_gated.gated_forward(*pair, act, scale, 1.0)), rows(y)
+    if bias is None:
+        torch.mm(p, weight.t(), out=out)
+    else:
+        torch.addmm(bias, p, weight.t(), out=out)
 
 
 def _fake_backward(
@@ -126,17 +149,21 @@ def gated_linear_backward_kernel(
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, scale: float
+        ctx: Any, later: bool, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str,
+        scale: float,
     ) -> Tensor:  # fmt: skip
+        """later: y is memory that somebody fills afterwards."""
         ctx.save_for_backward(gate, up, weight)
         ctx.recipe = act, scale
+        if later:
+            return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
         return gated_linear_forward_kernel(gate, up, weight, bias, act, scale)
 
     @staticmethod
     @first_order("gated_linear")
     def backward(ctx: Any, dy: Tensor) -> Any:
         (gate, up, weight), rooms = saved(ctx)
-        need_gate, need_up, need_w, need_b = ctx.needs_input_grad[:4]
+        need_gate, need_up, need_w, need_b = ctx.needs_input_grad[1:5]
         dgate = dup = dw = None
         if need_gate or need_up or need_w:
             dgate, dup, dw = gated_linear_backward_kernel(
@@ -144,8 +171,20 @@ class _GatedLinear(torch.autograd.Function):
             )
         db = rows(dy).sum(0, dtype=compute_dtype(dy)).to(dy.dtype) if need_b else None
         return (
-            dgate if need_gate else None, dup if need_up else None, dw if need_w else None, db, None, None,
+            None, dgate if need_gate else None, dup if need_up else None, dw if need_w else None, db, None, None,
         )  # fmt: skip
+
+
+_apply = direct(_GatedLinear.apply)
+
+
+def _kernels(*args: Any) -> Tensor:
+    if observed() or torch._C._are_functorch_transforms_active():
+        return _apply(False, *args)
+    y = _apply(True, *args)
+    with torch.no_grad():
+        _fill(y.detach(), *args)
+    return y
 
 
 def supports(
@@ -167,7 +206,7 @@ def cost(gate: Tensor, up: Tensor | None, weight: Tensor, *_: Any) -> Cost:
     return Cost(forward, 2 * (operands + w) + y, saved=0, flops=6 * n * h * f)
 
 
-OP = Op("gated_linear", reference, reference, _GatedLinear.apply, supports, cost)
+OP = Op("gated_linear", reference, reference, _kernels, supports, cost)
 
 # 4 public
 
