@@ -48,6 +48,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 # Sizes beside those of the rows: every block of the schedules, and models. Shapes are in the row's own terms.
 _WIDTHS = tuple(1 << n for n in range(7, 17))
 _BY_WIDTH = [(2, width) for width in _WIDTHS]
+_NORMS = ("fused_add_rms_norm", "layer_norm", "rms_norm")
 _VOCABULARIES = (1024, 4096, 16384, 32000, 50257, 65536, 128256)
 _SHAPES: dict[str, Iterable[tuple[int, ...]]] = {
     "attn_res": [(8, 2, width) for width in _WIDTHS],
@@ -86,6 +87,7 @@ _SHAPES: dict[str, Iterable[tuple[int, ...]]] = {
     "rope": [(1, 32, 8, 64, 64), (1, 32, 8, 64, 128), (1, 16, 8, 64, 256)],
     "rope partial": [(1, 32, 8, 64, 128)],
     "tvd": [(2, size) for size in _VOCABULARIES],
+    **{f"{name} in phases": [(1025, width - 1) for width in _WIDTHS[1:7]] for name in _NORMS},
 }
 _LARGE = 1 << 19  # elements of a shape beyond which only the sizes of tensors exist
 
@@ -202,10 +204,11 @@ def _machine(target: str, launch: Any) -> Iterator[None]:
 
 
 def _rows() -> list[Case]:
-    """Every row; and the gradients of an expert's biases, which no property takes."""
+    """Every row; norms of rows that begin anywhere; the gradients of an expert's biases, which no property takes."""
+    phases = [replace(c, label=f"{c.name} in phases") for c in CASES if c.name in _NORMS]
     (variants,) = (case for case in CASES if case.name == "fused_moe variants")
     biases = {"options": {"variant": ["gpt_oss"]}, "grads": ("gate_up_bias", "down_bias")}
-    return [*CASES, INT8INT2, replace(variants, **biases, label="fused_moe biases")]
+    return [*CASES, *phases, INT8INT2, replace(variants, **biases, label="fused_moe biases")]
 
 
 def _record(case: Case, dtype: torch.dtype, full: bool, real: bool) -> None:
@@ -262,8 +265,10 @@ def launches(target: str, full: bool) -> dict[str, list[Launch]]:
                 _record(case, dtype, full, real)
         # what comes before products that write fp32
         for real, dtype in itertools.product((True, False), DTYPES):
-            few = torch.empty(4, 4096 if real else 8, dtype=dtype)
-            valid.without_ignored(few, torch.empty(4, dtype=torch.int64), 0)
+            few, labels = torch.empty(4, 4096 if real else 8, dtype=dtype), torch.empty(4).long()
+            for weight in (None, torch.empty(8)):
+                valid.without_ignored(few, labels, 0, torch.empty(2), weight, 8)
+            valid.without_ignored(few, labels, 0)
     return {name: list(some.values()) for name, some in found.items()}
 
 

@@ -58,6 +58,9 @@ SPILLS = [
     Spill("_gated_norm_kernels.backward_kernel", {"BLOCK": 8192}, NVIDIA, 192, _WIDE),
     Spill("_layer_norm_kernels.backward_kernel", {"BLOCK": 16384}, NVIDIA, 224, _WIDE),
     Spill("_layer_norm_kernels.forward_kernel", {"BLOCK": 32768}, NVIDIA, 64, _WIDE),
+    Spill(
+        "_layer_norm_kernels.backward_phases_kernel", {}, ("sm_86", "sm_89", "sm_120"), 160, _UNTRIED,
+    ),
     Spill("_modulated_norm_kernels.backward_kernel", {"BLOCK": 16384}, ALL, 288, _WIDE),
     Spill("_modulated_norm_kernels.forward_kernel", {"BLOCK": 16384}, NVIDIA, 64, _WIDE),
     Spill("_rms_kernels.forward_kernel", {"BLOCK": 32768}, NVIDIA, 64, _WIDE),

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from liger_kernel import _env
-from liger_kernel.ops._schedules import SM_WARPS, TILE, Entry, Table, fits_tile
+from liger_kernel.ops._schedules import SM_WARPS, TILE, Entry, Table, fits_tile, resident
 from liger_kernel.ops._triton import cdiv
 
 MAX_BLOCK = 32768  # columns of a row that forward holds in registers
 WIDE_BLOCK = 8192  # columns a program visits at a time beyond that
+_HELD = 8192  # values of the tiles, eight registers each, that an SM holds of rows in phases
 _REDUCTIONS = 4096  # bytes of shared memory a program needs beside its pipeline
 _LOOP = {**TILE, "per_sm": (1, 2, 3, 4, 5, 6, 8), "stages": (1, 2, 3)}
 
@@ -59,6 +60,19 @@ def backward_plan(
         "num_warps": min(warps, info.max_warps),
     }
     return cdiv(n_rows, share), share, meta
+
+
+def phases_plan(
+    entry: Entry, n_rows: int, block: int, phases: int, row_bytes: int, device: torch.device
+) -> tuple[int, int, dict[str, Any]]:
+    """`backward_plan` for rows in `phases` (`_row_phases`). As many programs as an SM's registers have room for: what
+    has to wait for a place would come late.
+    """
+    rows, warps, per_sm, stages = entry
+    per_sm = max(min(per_sm, _HELD // (rows * block)), 1)
+    entry, n_rows = (rows, warps, per_sm, stages), cdiv(n_rows, phases)
+    programs, share, meta = backward_plan(entry, n_rows, row_bytes, device, phases)
+    return programs * phases, share, {**meta, **resident(device, meta["num_warps"], per_sm)}
 
 
 def pipeline(stages: int, tile_bytes: int, device: torch.device) -> int:

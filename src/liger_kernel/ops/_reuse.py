@@ -25,8 +25,9 @@ _N = _WORTH // 4  # values of the graphs that show the counts: an fp32 tensor th
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - a module without type stubs
 _keeps_graph: Any = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+_top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 _storage_count: Any = getattr(torch._C, "_storage_Use_Count", None)
-_KNOWN = None not in (_keeps_graph, _storage_count) and hasattr(Tensor, "_use_count")
+_KNOWN = None not in (_keeps_graph, _top_hooks, _storage_count) and hasattr(Tensor, "_use_count")
 _COUNTED = getattr(
     sys, "_is_gil_enabled", lambda: True
 )()  # references are exact under the lock alone
@@ -42,13 +43,12 @@ class Kept:
 
 
 class _Free(NamedTuple):
-    """Counts of tensors that only autograd holds: one that a node saved, one that a hook has just made, one that a
-    `Kept` holds, and a gradient."""
+    """Counts of tensors that only autograd holds: one that a node saved, one that a hook has just made, and one that a
+    `Kept` holds."""
 
     saved: Counts
     made: Counts
     kept: Counts
-    grad: Counts
 
 
 def saved(ctx: Any) -> tuple[tuple[Any, ...], list[Tensor | None]]:
@@ -67,14 +67,6 @@ def saved(ctx: Any) -> tuple[tuple[Any, ...], list[Tensor | None]]:
     return tensors, rooms
 
 
-def room_of(grad: Tensor) -> Tensor | None:
-    """The memory of an incoming gradient if another may be written over it, else None. Called with the very argument of
-    `backward`."""
-    if _large(grad) and _may_write() and _counts(grad) == _free().grad:
-        return grad
-    return None
-
-
 def _large(tensor: Tensor | None) -> bool:
     return (
         type(tensor) is Tensor
@@ -84,9 +76,9 @@ def _large(tensor: Tensor | None) -> bool:
 
 
 def _may_write() -> bool:
-    if not (_KNOWN and _COUNTED) or watched():
+    if not (_KNOWN and _COUNTED) or watched() or torch._C._are_functorch_transforms_active():
         return False
-    return not _keeps_graph() and not torch._C._are_functorch_transforms_active()
+    return not _keeps_graph() and _top_hooks(False) is None  # the graphs below must not be hooked
 
 
 def _counts(tensor: Any) -> Counts:
@@ -99,25 +91,19 @@ def _counts(tensor: Any) -> Counts:
 
 
 class _Probe(torch.autograd.Function):
-    seen: tuple[Counts, Counts]
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seen: list[Counts]) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.seen = seen
         return x + 1
 
     @staticmethod
     @first_order("reuse")
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, dy: Tensor) -> Any:
         tensors = ctx.saved_tensors
         i = 0
-        _Probe.seen = _counts(tensors[i]), _probe_grad(dy)
-        return dy * 2
-
-
-def _probe_grad(grad: Tensor) -> Counts:
-    """At the depth of `room_of`."""
-    return _counts(grad)
+        ctx.seen.append(_counts(tensors[i]))
+        return dy * 2, None
 
 
 class _Holder(Kept):
@@ -127,24 +113,25 @@ class _Holder(Kept):
         self.tensor = tensor.detach()
 
 
-def _seen(pack: Any = None, unpack: Any = None, hold: Any = None) -> tuple[Counts, Counts]:
-    """Counts in the backward of a node whose input and gradient are other nodes' results. hold: takes the input and
-    returns what to keep alive meanwhile."""
-    with torch.enable_grad():
+def _seen(pack: Any = None, unpack: Any = None, hold: Any = None) -> Counts:
+    """Counts of its input in the backward of a node, where the input is another node's result. hold: takes the input
+    and returns what to keep alive meanwhile."""
+    seen: list[Counts] = []
+    with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones(_N, device="cpu", requires_grad=True)
         if pack is None:
-            held, y = _middle(leaf, hold)
+            held, y = _middle(leaf, hold, seen)
         else:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                held, y = _middle(leaf, hold)
+                held, y = _middle(leaf, hold, seen)
         (y * 2).sum().backward()
     del held
-    return _Probe.seen
+    return seen[0]
 
 
-def _middle(leaf: Tensor, hold: Any) -> tuple[Any, Tensor]:
+def _middle(leaf: Tensor, hold: Any, seen: list[Counts]) -> tuple[Any, Tensor]:
     x = leaf * 2
-    return None if hold is None else hold(x), _Probe.apply(x)
+    return None if hold is None else hold(x), _Probe.apply(x, seen)
 
 
 @once
@@ -152,16 +139,11 @@ def _free() -> _Free:
     def same(x: Tensor) -> Tensor:
         return x
 
-    free, grad = _seen()
-    made, _ = _seen(lambda _: None, lambda _: torch.ones(_N, device="cpu"))
-    kept, _ = _seen(_Holder, lambda holder: holder.tensor)
-    hold = (
-        same,
-        Tensor.detach,
-        lambda x: x[1:],
-        torch.square,
-    )  # each of them, and a hook, holds on to it
-    held = {_seen(hold=h)[0] for h in hold}
-    told = not {free, made, kept} & held and _seen(same, same)[0] not in (free, made)
+    free = _seen()
+    made = _seen(lambda _: None, lambda _: torch.ones(_N, device="cpu"))
+    kept = _seen(_Holder, lambda holder: holder.tensor)
+    hold = (same, Tensor.detach, lambda x: x[1:], Tensor.untyped_storage, torch.square)
+    held = {_seen(hold=h) for h in hold}
+    told = not {free, made, kept} & held and _seen(same, same) not in (free, made)
     never = (-1, -1, -1)
-    return _Free(free, made, kept, grad) if told else _Free(never, never, never, never)
+    return _Free(free, made, kept) if told else _Free(never, never, never)

@@ -5,7 +5,17 @@ rounds the normalised row to y's dtype before the weight; ROUND_W rounds offset 
 With a residual R (else None) the norm is that of s = x + r, which is stored; with DS (else None) dx gets that gradient.
 """
 
+# pyright: reportGeneralTypeIssues=false
 from liger_kernel.ops._device import row_base
+from liger_kernel.ops._row_phases import (
+    EACH,
+    columns_of,
+    phase_of,
+    row_sum,
+    store_vector,
+    tile_base,
+    tile_of_vector,
+)
 from liger_kernel.ops._triton import tl, triton
 
 
@@ -17,7 +27,11 @@ def _load(P, offsets, mask):
 @triton.jit
 def scale_of(W, cols, mask, offset, ROUND: tl.constexpr):
     """offset + w in fp32, rounded to w's dtype under "llama" as eager does."""
-    w = tl.load(W + cols, mask=mask, other=0.0)
+    return _scale(tl.load(W + cols, mask=mask, other=0.0), offset, ROUND)
+
+
+@triton.jit
+def _scale(w, offset, ROUND: tl.constexpr):
     scale = w.to(tl.float32) + offset
     if ROUND:
         scale = scale.to(w.dtype).to(tl.float32)
@@ -49,6 +63,50 @@ def forward_kernel(
     if W is not None:
         n = n * scale_of(W, cols, m_col, offset, ROUND_W)[None, :]
     tl.store(Y + at, n.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rounded(n, LIKE, LLAMA: tl.constexpr):
+    if LLAMA:
+        n = n.to(LIKE.dtype.element_ty).to(tl.float32)
+    return n
+
+
+@triton.jit
+def _summed(S, at, x, r, mask):
+    """x + r as it is stored."""
+    s = (x + r).to(S.dtype.element_ty)
+    tl.store(S + at, s, mask=mask)
+    return s.to(tl.float32)
+
+
+@triton.jit
+def forward_phases_kernel(
+    Y, X, S, R, W, RSTD, sX_row, sR_row, n_rows, n_cols, eps, offset,
+    LLAMA: tl.constexpr, ROUND_W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`forward_kernel` of rows that begin anywhere (`_row_phases`)."""
+    place, phase, phases = phase_of(tl.program_id(0), n_cols)
+    before, whole, lane, ends, m_ends = columns_of(phase, n_cols, BLOCK)
+    row = (place * ROWS + tl.arange(0, ROWS)[None, :, None]) * phases + phase
+    m_row = row < n_rows
+    mask, e_mask = m_row & (lane < whole), m_row & m_ends
+    scale, e_scale = 1.0, 1.0
+    if W is not None:
+        e_scale = scale_of(W, ends, m_ends, offset, ROUND_W)
+        scale = _scale(tile_of_vector(W, before, whole, BLOCK), offset, ROUND_W)
+    e_at, at = row_base(row, n_cols) + ends, tile_base(row, n_cols, before) + lane
+    e_x = _load(X, row_base(row, sX_row) + ends, e_mask)
+    x = _load(X, tile_base(row, sX_row, before) + lane, mask)
+    if R is not None:
+        e_r = _load(R, row_base(row, sR_row) + ends, e_mask)
+        r = _load(R, tile_base(row, sR_row, before) + lane, mask)
+        e_x, x = _summed(S, e_at, e_x, e_r, e_mask), _summed(S, at, x, r, mask)
+    rstd = tl.rsqrt(row_sum(x * x, e_x * e_x) / n_cols + eps)
+    tl.store(RSTD + row, rstd, mask=m_row)
+    y, e_y = _rounded(x * rstd, Y, LLAMA) * scale, _rounded(e_x * rstd, Y, LLAMA) * e_scale
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=mask)
+    tl.store(Y + e_at, e_y.to(Y.dtype.element_ty), mask=e_mask)
 
 
 @triton.jit
@@ -131,6 +189,67 @@ def backward_kernel(
             _store_dx(DX, DS, W, dy, n, rstd, row, cols, mask, m_col, sDS_row, n_cols, offset, ROUND_W)  # fmt: skip
     if NEED_DW:
         tl.store(DWP + pid * n_cols + cols, dw, mask=m_col)
+
+
+@triton.jit
+def _load_ends(DS, DY, X, row, cols, mask, sDS_row, sDY_row, sX_row):
+    ds = 0.0
+    if DS is not None:
+        ds = _load(DS, row_base(row, sDS_row) + cols, mask)
+    dy = _load(DY, row_base(row, sDY_row) + cols, mask)
+    return ds, dy, _load(X, row_base(row, sX_row) + cols, mask)
+
+
+@triton.jit
+def backward_phases_kernel(
+    DX, DWP, DS, DY, X, W, RSTD, sDS_row, sDY_row, sX_row, n_rows, n_cols, rows_per_program, offset,
+    LLAMA: tl.constexpr, ROUND_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`backward_kernel` of rows that begin anywhere (`_row_phases`). Its scale, for which there are no accesses of 16
+    bytes, is held; ends are read a step ahead, as a pipeline takes no accesses of two bytes.
+    """
+    pid = tl.program_id(0)
+    place, phase, phases = phase_of(pid, n_cols)
+    before, whole, lane, ends, m_ends = columns_of(phase, n_cols, BLOCK)
+    first = place * rows_per_program
+    last = tl.minimum(first + rows_per_program, (n_rows - phase + phases - 1) // phases)
+    dw = tl.zeros((BLOCK // EACH, EACH), tl.float32)
+    e_dw = tl.zeros((BLOCK // EACH, 1), tl.float32)
+    scale, e_scale = 1.0, 1.0
+    if W is not None:
+        e_scale = scale_of(W, ends, m_ends, offset, ROUND_W)
+        scale = _scale(tile_of_vector(W, before, whole, BLOCK), offset, ROUND_W)
+    i = first + tl.arange(0, ROWS)[None, :, None]
+    row, e_mask = i * phases + phase, (i < last) & m_ends
+    e_ds, e_dy, e_x = _load_ends(DS, DY, X, row, ends, e_mask, sDS_row, sDY_row, sX_row)
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+        i = start + tl.arange(0, ROWS)[None, :, None]
+        row, m_row = i * phases + phase, i < last
+        mask = m_row & (lane < whole)
+        rstd = tl.load(RSTD + row, mask=m_row, other=0.0)
+        i += ROWS
+        later, e_mask = i * phases + phase, (i < last) & m_ends
+        ahead = _load_ends(DS, DY, X, later, ends, e_mask, sDS_row, sDY_row, sX_row)
+        dy = _load(DY, tile_base(row, sDY_row, before) + lane, mask)
+        x = _load(X, tile_base(row, sX_row, before) + lane, mask)
+        n, e_n = x * rstd, e_x * rstd
+        if NEED_DW:
+            dw += tl.sum(dy * _rounded(n, DY, LLAMA), axis=1)
+            e_dw += tl.sum(e_dy * _rounded(e_n, DY, LLAMA), axis=1)
+        if NEED_DX:
+            g, e_g = dy * scale, e_dy * e_scale
+            mean = row_sum(g * n, e_g * e_n) / n_cols
+            dx, e_dx = rstd * (g - n * mean), rstd * (e_g - e_n * mean) + e_ds
+            if DS is not None:
+                dx += _load(DS, tile_base(row, sDS_row, before) + lane, mask)
+            at = tile_base(row, n_cols, before) + lane
+            tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=mask)
+            at = row_base(row, n_cols) + ends
+            tl.store(DX + at, e_dx.to(DX.dtype.element_ty), mask=m_row & m_ends)
+        e_ds, e_dy, e_x = ahead
+    if NEED_DW:
+        store_vector(DWP + row_base(pid, n_cols), dw, e_dw, before, whole, ends, m_ends, BLOCK)
 
 
 @triton.jit

@@ -280,7 +280,7 @@ def through(
     alike = _env.impl(_PRODUCTS[activation]) == _env.impl(OP.name)
     # Not on the torch path, which would keep the product and know no recipe for it.
     fused = alike and OP.uses_kernels(args, impl)
-    return gated_linear(*args, impl) if fused else layer(product())
+    return gated_linear(*args, impl=impl) if fused else layer(product())
 
 
 def is_plain(layer: nn.Module) -> bool:

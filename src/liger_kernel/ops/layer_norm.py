@@ -30,6 +30,7 @@ from liger_kernel.ops._norm_plan import (
     forward_plan,
     forward_table,
     loop_table,
+    phases_plan,
 )
 from liger_kernel.ops._op import (
     Cost,
@@ -42,6 +43,7 @@ from liger_kernel.ops._op import (
     spaced,
 )
 from liger_kernel.ops._reduce import sum_two_partials
+from liger_kernel.ops._row_phases import in_phases, phases_of
 from liger_kernel.ops._schedules import card_of
 from liger_kernel.ops._triton import UNFUSED, Launch, block_of, cdiv, planned
 from liger_kernel.ops.rms_norm import check_weight
@@ -114,6 +116,10 @@ def _forward(
         return Launch(kernels.forward_wide_kernel, (n_rows,), device, *numbers, **meta)
     entry = _FORWARD.choose(block, itemsize, card_of(device))
     meta = {"BLOCK": block, **forward_plan(entry, device)}
+    if in_phases(itemsize, n_cols, step):
+        phases = phases_of(n_cols)
+        grid = (phases * cdiv(n_rows, phases * meta["ROWS"]),)
+        return Launch(kernels.forward_phases_kernel, grid, device, *numbers, **meta)
     return Launch(kernels.forward_kernel, (cdiv(n_rows, meta["ROWS"]),), device, *numbers, **meta)
 
 
@@ -164,11 +170,16 @@ def _backward(
     block, needs = block_of(n_cols), {"NEED_DW": need_dw, "NEED_DB": need_db}
     if block <= _BACKWARD.widest:
         entry = _BACKWARD.choose(block, x_itemsize, card_of(device))
-        row_bytes = block * (x_itemsize + dy_itemsize)
-        programs, share, plan = backward_plan(entry, n_rows, row_bytes, device)
-        numbers, meta = (*steps, n_rows, n_cols, share), {"NEED_DX": need_dx, **needs, **plan}
-        meta |= {"BLOCK": block, **({} if n_cols > _CANCELLING else UNFUSED)}
-        run = Launch(kernels.backward_kernel, (programs,), device, *numbers, **meta)
+        kernel, sizes = kernels.backward_kernel, (block * (x_itemsize + dy_itemsize), device)
+        meta = {"NEED_DX": need_dx, **needs, "BLOCK": block}
+        if in_phases(x_itemsize, n_cols, *steps):
+            kernel = kernels.backward_phases_kernel
+            programs, share, plan = phases_plan(entry, n_rows, block, phases_of(n_cols), *sizes)
+        else:
+            programs, share, plan = backward_plan(entry, n_rows, *sizes)
+        meta |= plan if n_cols > _CANCELLING else {**plan, **UNFUSED}
+        numbers = (*steps, n_rows, n_cols, share)
+        run = Launch(kernel, (programs,), device, *numbers, **meta)
         return programs, run, None
     meta = {"BLOCK": WIDE_BLOCK, "num_warps": 16, **UNFUSED}
     grid = (n_rows if need_dx else 0,)

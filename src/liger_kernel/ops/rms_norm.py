@@ -31,6 +31,7 @@ from liger_kernel.ops._norm_plan import (
     forward_plan,
     forward_table,
     loop_table,
+    phases_plan,
 )
 from liger_kernel.ops._op import (
     Cost,
@@ -44,6 +45,7 @@ from liger_kernel.ops._op import (
     spaced,
 )
 from liger_kernel.ops._reduce import sum_partials
+from liger_kernel.ops._row_phases import in_phases, phases_of
 from liger_kernel.ops._schedules import Table, card_of
 from liger_kernel.ops._triton import Launch, block_of, cdiv, launch, planned
 
@@ -142,6 +144,10 @@ def _forward(
         return Launch(kernels.forward_wide_kernel, (n_rows,), device, *numbers, **meta)
     entry = table.choose(block, itemsize, card_of(device))
     meta = {**flags, "BLOCK": block, **forward_plan(entry, device)}
+    if in_phases(itemsize, n_cols, x_step, r_step):
+        phases = phases_of(n_cols)
+        grid = (phases * cdiv(n_rows, phases * meta["ROWS"]),)
+        return Launch(kernels.forward_phases_kernel, grid, device, *numbers, **meta)
     grid = (cdiv(n_rows, meta["ROWS"]),)
     return Launch(kernels.forward_kernel, grid, device, *numbers, **meta)
 
@@ -226,9 +232,14 @@ def _backward(
         grid = (max(need_dx * tiles, need_dw * columns),)
         numbers = (*steps, n_rows, n_cols, offset)
         return 0, Launch(kernels.backward_few_kernel, grid, device, *numbers, **meta)
-    programs, share, plan = backward_plan(entry, n_rows, block * loaded, device)
+    kernel, sizes = kernels.backward_kernel, (block * loaded, device)
+    if in_phases(itemsize, n_cols, *steps):
+        kernel = kernels.backward_phases_kernel
+        programs, share, plan = phases_plan(entry, n_rows, block, phases_of(n_cols), *sizes)
+    else:
+        programs, share, plan = backward_plan(entry, n_rows, *sizes)
     numbers = (*steps, n_rows, n_cols, share, offset)
-    run = Launch(kernels.backward_kernel, (programs,), device, *numbers, **meta, **plan)
+    run = Launch(kernel, (programs,), device, *numbers, **meta, **plan)
     return need_dw * programs, run
 
 
