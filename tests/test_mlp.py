@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     FalconH1Config,
     Gemma2Config,
@@ -115,6 +116,39 @@ def test_forward_can_be_borrowed(name, path, device, monkeypatch):
     before = foreign(x)
     monkeypatch.setattr(theirs, "forward", ours.forward)
     torch.testing.assert_close(foreign(x), before)
+
+
+def test_operands_of_several_dtypes(path, device):
+    """Then the output layer is called as a module, as torch's promotions would have it."""
+    torch.manual_seed(0)
+    layer = mlp.LigerSwiGLUMLP(hidden_size=12, intermediate_size=20).to(device)
+    layer.up_proj = nn.Sequential(layer.up_proj, Cast(torch.float16))
+    x = torch.randn(3, 12, device=device)
+    gate, up = layer.gate_proj(x), layer.up_proj(x)
+    torch.testing.assert_close(layer(x), layer.down_proj(nn.functional.silu(gate) * up))
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def test_without_memory():
+    layer = mlp.LigerSwiGLUMLP(hidden_size=12, intermediate_size=20).to("meta")
+    assert layer(torch.randn(3, 12, device="meta")).shape == (3, 12)
+
+
+def test_a_foreign_forward_of_linear_layers_is_obeyed(path, device, monkeypatch):
+    layer, forward = mlp.LigerSwiGLUMLP(hidden_size=12, intermediate_size=20), nn.Linear.forward
+    layer, x = layer.to(device), torch.randn(3, 12, device=device)
+    before = layer(x)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 0.0 * forward(self, x))
+    assert before.abs().sum() > 0
+    assert layer(x).abs().sum() == 0
 
 
 def test_block_sparse(path, device):

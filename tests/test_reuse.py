@@ -227,6 +227,64 @@ def test_rematerialised_products_share_their_sources_no_longer(layers, x, writte
     assert written == [(True, True)]
 
 
+def test_a_leaf_under_our_hooks_belongs_to_its_owner(device, written):
+    gate, up = (torch.randn(N, F, device=device, requires_grad=True) for _ in range(2))
+    before = gate.detach().clone()
+    with hooks():
+        y = swiglu(gate, up * 1)
+    y.sum().backward()
+    assert written == [(False, True)]
+    assert torch.equal(gate, before)
+
+
+def test_memory_of_others(written):
+    """numpy's, here: what else reads it torch does not know."""
+    store = torch.randn(N, F).numpy()
+
+    class Borrow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.from_numpy(store)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * torch.from_numpy(store)
+
+    x, before = torch.randn(N, F, requires_grad=True), store.copy()
+    swiglu(Borrow.apply(x), x * 1).sum().backward()
+    assert written == [(False, True)]
+    assert (store == before).all()
+
+
+def test_a_backward_that_failed_is_not_tried_again(layers, x, small, monkeypatch):
+    y, real = joined(layers, x), gated_linear_module._gated.gradients
+
+    def fail(*args):
+        real(*args)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gated_linear_module._gated, "gradients", fail)
+    upstream = torch.ones_like(y)
+    with pytest.raises(torch.OutOfMemoryError):
+        y.backward(upstream)
+    monkeypatch.setattr(gated_linear_module._gated, "gradients", real)
+    with pytest.raises(RuntimeError, match="run forward again"):
+        y.backward(upstream)
+
+
+@pytest.mark.parametrize("context", ["hooks", "no hooks allowed", "inference"])
+def test_counts_are_taken_where_nobody_else_is(context):
+    wanted = _reuse._measured()
+    with contextlib.ExitStack() as stack:
+        if context == "hooks":
+            stack.enter_context(torch.autograd.graph.save_on_cpu())
+        elif context == "inference":
+            stack.enter_context(torch.inference_mode())
+        else:
+            stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks("none here"))
+        assert _reuse._apart() == wanted
+
+
 def test_one_operand_twice(layers, x, written):
     def function(layers, x):
         gate, _, down = layers

@@ -218,9 +218,17 @@ def _guard(name: str, grad: Tensor | None) -> Tensor | None:
 # Dtypes and layouts
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast casts the operands of products to on devices of this type, None if it is off."""
+    on = kind != "meta" and torch.is_autocast_enabled(
+        kind
+    )  # of which torch refuses to say anything
+    return torch.get_autocast_dtype(kind) if on else None
+
+
 def no_autocast(kind: str) -> Any:
     """A context in which products of tensors on devices of this type keep their dtypes; torch's own takes 20 us."""
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if autocast_dtype(kind) is None:
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
 

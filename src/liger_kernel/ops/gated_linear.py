@@ -30,6 +30,7 @@ from liger_kernel.ops import _gated
 from liger_kernel.ops._op import (
     Cost,
     Op,
+    autocast_dtype,
     choice,
     compute_dtype,
     direct,
@@ -221,7 +222,7 @@ def gated_linear(
         gate, up: `[*, F]` of one shape, any rank and strides; or gate `[*, 2F]` packed (gate in the first half of the
             last dimension, up in the second) and up None.
         weight: `[H, F]`; bias: `[H]` or None. One dtype with gate and up: fp16, bf16, fp32 (fp64 on the torch path);
-            under autocast all are cast to its dtype.
+            under autocast all are cast to its dtype, the weight anew in each call.
         activation: "silu", "gelu" (exact), "gelu_tanh" or "relu".
         gate_multiplier: scales gate before the activation (Falcon-H1).
         impl: "triton" or "torch" for this call, None for the default choice.
@@ -245,10 +246,9 @@ def gated_linear(
         f"gated_linear: for gate and up of {width} features the weight must be [H, {width}] and the bias [H]; got"
         f" {list(weight.shape)} and {None if bias is None else list(bias.shape)}.",
     )  # fmt: skip
-    kind = gate.device.type
     tensors = [gate, up, weight, bias]
-    if torch.is_autocast_enabled(kind) and gate.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(gate.device.type)
+    if dtype is not None and gate.dtype != torch.float64:
         tensors = [None if t is None else t.to(dtype) for t in tensors]
     dtypes = [t.dtype for t in tensors if t is not None]
     require(
@@ -262,6 +262,7 @@ def gated_linear(
 # Output layers that are modules
 
 _LINEAR = nn.Linear.forward
+_LINEAR_IS_TORCHS = _LINEAR.__code__.co_filename == nn.modules.linear.__file__
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PRODUCTS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu", "relu": "reglu"}
 
@@ -274,7 +275,7 @@ def through(
     that is the same: the layer is plain and fits in dtype, both ops take the kernels. Nothing else decides: a
     checkpoint must see the same tensors saved when it runs this again, outside of the modes of the first time.
     """
-    if torch.compiler.is_compiling() or not (is_plain(layer) and _fits(layer, gate)):
+    if torch.compiler.is_compiling() or not (is_plain(layer) and _fits(layer, gate, up)):
         return layer(product())  # a compiler decides by itself what it keeps
     args: Any = (gate, up, layer.weight, layer.bias, activation, gate_multiplier)
     alike = _env.impl(_PRODUCTS[activation]) == _env.impl(OP.name)
@@ -287,7 +288,7 @@ def is_plain(layer: nn.Module) -> bool:
     """Whether a call of `layer` is `torch.nn.functional.linear` of its weight and bias and nothing else: no adapter, no
     hook of its own, no parallel or quantised weight.
     """
-    if type(layer) is not nn.Linear or nn.Linear.forward is not _LINEAR:
+    if type(layer) is not nn.Linear or nn.Linear.forward is not _LINEAR or not _LINEAR_IS_TORCHS:
         return False
     own = vars(layer)
     if "forward" in own or (any(own[name] for name in _HOOKS) and not _env.planned_memory):
@@ -296,10 +297,7 @@ def is_plain(layer: nn.Module) -> bool:
     return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
-def _fits(layer: Any, gate: Tensor) -> bool:
-    if type(gate) is not Tensor:
-        return False
-    kind = gate.device.type
-    if torch.is_autocast_enabled(kind):
-        return gate.dtype == torch.get_autocast_dtype(kind)
-    return gate.dtype == layer.weight.dtype
+def _fits(layer: Any, gate: Tensor, up: Tensor | None) -> bool:
+    operands = (gate,) if up is None else (gate, up)
+    dtype = autocast_dtype(gate.device.type) or layer.weight.dtype
+    return all(type(t) is Tensor and t.dtype == dtype for t in operands)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from liger_kernel.ops import swiglu
 from liger_kernel.ops._gated import gated_forward, gradients, halves
-from liger_kernel.ops._op import Cost, Op, first_order, named, place, require, rows
+from liger_kernel.ops._op import Cost, Op, autocast_dtype, first_order, named, place, require, rows
 from liger_kernel.ops._reuse import saved
 
 # 1 reference
@@ -188,9 +188,8 @@ def mlp(
         ValueError: shapes that do not fit each other.
         TypeError: dtypes that differ.
     """
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None and x.dtype != torch.float64:
         x, gate_weight, up_weight, down_weight = (
             t.to(dtype) for t in (x, gate_weight, up_weight, down_weight)
         )
