@@ -21,6 +21,10 @@ from liger_kernel.ops.swiglu import swiglu, swiglu_packed
 from liger_kernel.transformers.mlp import LigerSwiGLUMLP
 from liger_kernel.transformers.patch.rematerialise import hooks, rebuildable
 
+pytestmark = pytest.mark.skipif(
+    not _env.triton_runs_on(_env.default_device().type),
+    reason="kernels need an accelerator or TRITON_INTERPRET=1",
+)
 N, F = 6, 8
 
 
@@ -237,6 +241,7 @@ def test_a_leaf_under_our_hooks_belongs_to_its_owner(device, written):
     assert torch.equal(gate, before)
 
 
+@pytest.mark.skipif(not _env.interpreting(), reason="an array's memory is a CPU's")
 def test_memory_of_others(written):
     """numpy's, here: what else reads it torch does not know."""
     store = torch.randn(N, F).numpy()

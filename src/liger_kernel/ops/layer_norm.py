@@ -27,6 +27,7 @@ from liger_kernel.ops._norm_plan import (
     WIDE_BLOCK,
     backward_plan,
     column_plan,
+    forward_phases_plan,
     forward_plan,
     forward_table,
     loop_table,
@@ -117,9 +118,8 @@ def _forward(
     entry = _FORWARD.choose(block, itemsize, card_of(device))
     meta = {"BLOCK": block, **forward_plan(entry, device)}
     if in_phases(itemsize, n_cols, step):
-        phases = phases_of(n_cols)
-        grid = (phases * cdiv(n_rows, phases * meta["ROWS"]),)
-        return Launch(kernels.forward_phases_kernel, grid, device, *numbers, **meta)
+        grid, plan = forward_phases_plan(entry, n_rows, block, phases_of(n_cols), device)
+        return Launch(kernels.forward_phases_kernel, grid, device, *numbers, **{**meta, **plan})
     return Launch(kernels.forward_kernel, (cdiv(n_rows, meta["ROWS"]),), device, *numbers, **meta)
 
 
