@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from liger_kernel import _env
+from liger_kernel.ops._triton import Launch
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["LIGER_KERNEL_SCHEDULES"] = "off"  # what this user has tuned is not what is tested
@@ -28,6 +29,19 @@ def pytest_addoption(parser):
 def device() -> torch.device:
     """The accelerator if there is one, else the CPU (kernels then run in Triton's interpreter)."""
     return _env.default_device()
+
+
+@pytest.fixture
+def ran(monkeypatch) -> set:
+    """The kernels that `Launch` runs."""
+    found, call = set(), Launch.__call__
+
+    def noted(launch, *tensors):
+        found.add(launch._given[0])
+        call(launch, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    return found
 
 
 @pytest.fixture

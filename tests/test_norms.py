@@ -7,7 +7,6 @@ from isolated import run
 
 from liger_kernel import _env
 from liger_kernel.ops import _rms_kernels
-from liger_kernel.ops._triton import Launch
 from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm
 from liger_kernel.ops.gated_rms_norm import gated_rms_norm
 from liger_kernel.ops.layer_norm import layer_norm
@@ -76,23 +75,10 @@ RMS_ROWS = [case for case in CASES if case.op.name in ("rms_norm", "fused_add_rm
 PLAIN_ROWS = [case for case in RMS_ROWS if not case.label]
 
 
-def _kernels_run(monkeypatch):
-    """The kernels that `Launch` runs from now on."""
-    ran, call = set(), Launch.__call__
-
-    def noted(launch, *tensors):
-        ran.add(launch._given[0])
-        call(launch, *tensors)
-
-    monkeypatch.setattr(Launch, "__call__", noted)
-    return ran
-
-
 @pytest.mark.parametrize("shape", FEW + MANY, ids=str)
 @pytest.mark.parametrize("case", RMS_ROWS, ids=lambda case: case.name)
-def test_few_and_many_rows_are_accurate(kernels, monkeypatch, case, shape):
+def test_few_and_many_rows_are_accurate(kernels, ran, case, shape):
     """Every casting mode, an offset, mixed dtypes, a gradient to add, no weight; each way has its kernel."""
-    ran = _kernels_run(monkeypatch)
     for options in case.cover():
         for dtype in {case.dtypes[0], torch.float16} - {torch.bfloat16}:  # the interpreter cuts it
             properties.accurate(case, shape, options, dtype, kernels)
@@ -115,9 +101,8 @@ def test_few_and_many_rows_keep(kernels, check, case, shape):
 
 
 @pytest.mark.parametrize("shape", [(17, 8192), (1, 8193)], ids=str)
-def test_few_rows_of_many_values(kernels, monkeypatch, shape):
+def test_few_rows_of_many_values(kernels, ran, shape):
     """They have partial sums."""
-    ran = _kernels_run(monkeypatch)
     weight = torch.ones(shape[-1], device=kernels, requires_grad=True)
     rms_norm(torch.randn(shape, device=kernels), weight).sum().backward()
     assert _rms_kernels.backward_kernel in ran

@@ -15,7 +15,7 @@ from liger_kernel.ops import (
     rms_norm,
 )
 from liger_kernel.ops._row_phases import in_phases, phases_of
-from liger_kernel.ops._triton import Launch, forget_plans
+from liger_kernel.ops._triton import forget_plans
 from liger_kernel.testing import properties
 
 NAMES = ("rms_norm", "fused_add_rms_norm", "layer_norm")
@@ -45,19 +45,6 @@ def kernels(monkeypatch):
     with _env.using_impl("triton"):
         yield device
     forget_plans()
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The kernels that `Launch` runs."""
-    ran, call = set(), Launch.__call__
-
-    def noted(launch, *tensors):
-        ran.add(launch._given[0])
-        call(launch, *tensors)
-
-    monkeypatch.setattr(Launch, "__call__", noted)
-    return ran
 
 
 @pytest.mark.parametrize(
