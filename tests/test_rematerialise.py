@@ -30,7 +30,7 @@ from liger_kernel.transformers.monkey_patch import (
     _apply_liger_kernel_to_instance,
     apply_liger_kernel_to_llama,
 )
-from liger_kernel.transformers.patch import rematerialise
+from liger_kernel.transformers.patch import hooks, rematerialise
 from liger_kernel.transformers.patch.apply import seam_of
 from liger_kernel.transformers.patch.hooks import wrapped_forward
 from liger_kernel.transformers.patch.rematerialise import rebuildable
@@ -419,6 +419,21 @@ def test_checkpointed_layer_asked_for_a_part_first(leaves):
         found = torch.autograd.grad(out, [leaves[i] for i in some], retain_graph=True)
         assert_equal(found, [wanted[i] for i in some])
     assert_equal(torch.autograd.grad(out, leaves), wanted)
+
+
+def test_layers_are_found_wherever_their_list_is():
+    def listed(n):
+        return torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(n))
+
+    model = torch.nn.Module()
+    model.language, model.vision = torch.nn.Module(), torch.nn.Module()
+    model.language.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    for layer in model.language.layers:
+        layer.experts = listed(3)  # not what a checkpoint is put around
+    model.vision.encoder = torch.nn.Module()
+    model.vision.encoder.layers = listed(2)
+    wanted = [*model.language.layers, *model.vision.encoder.layers]
+    assert list(hooks.layers(model)) == wanted
 
 
 def test_checkpoint_within_a_checkpoint(leaves):

@@ -106,8 +106,8 @@ class Recipe:
             layer = getattr(m, down)
 
             def product() -> Any:
-                options = {} if scale == 1.0 else {"gate_multiplier": scale}
-                return packed(gate, **options) if up is None else pair(gate, up, **options)
+                more = {} if scale == 1.0 else {"gate_multiplier": scale}
+                return packed(gate, **more) if up is None else pair(gate, up, **more)
 
             if between is None:
                 y = through(layer, gate, up, activation, product, scale, **options)

@@ -25,11 +25,13 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def layers(place: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The members of a part's lists, by name: what a checkpoint is put around."""
-    for name, child in place.named_children():
+def layers(part: nn.Module) -> Iterator[nn.Module]:
+    """The members of a part's outermost lists: what a checkpoint is put around."""
+    for child in part.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield from ((f"{name}.{inner}", layer) for inner, layer in child.named_children())
+            yield from child.children()
+        else:
+            yield from layers(child)
 
 
 def wrapped_forward(

@@ -125,7 +125,7 @@ def _bind_hooks(
 
 def _bind_layers(place: Any, report: Report) -> None:
     """The layers that may be checkpointed."""
-    for _, layer in hooks.layers(place):
+    for layer in hooks.layers(place):
         at = _forward_name(layer)
         if not made_by(getattr(layer, at), "rematerialise"):
             new = hooks.wrapped_forward(_unbound(layer, at), None, report)
