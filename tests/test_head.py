@@ -1,12 +1,17 @@
 """The vocabulary head engine: its plan, what it drops, what it keeps, what it refuses."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from liger_kernel import _env
 from liger_kernel.ops import fused_linear_cross_entropy as fused_linear_cross_entropy_module
-from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_kernel.ops.fused_linear_cross_entropy import (
+    fused_linear_cross_entropy,
+    fused_linear_cross_entropy_forward,
+)
 from liger_kernel.ops.fused_linear_jsd import fused_linear_jsd
 from liger_kernel.ops.head import exponentials, plan
 from liger_kernel.ops.head.engine import form_for
@@ -360,6 +365,53 @@ def test_compiles_without_a_break(path, device):
     traced = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
     for a, b in zip(plain, traced, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("tokens", "labels"), [((2, 3), (6,)), ((6,), (2, 3))], ids=str)
+def test_compiled_losses_have_the_labels_shape(path, device, tokens, labels):
+    """Hidden states may have another one; a traced loss that took theirs would be cut elsewhere."""
+    torch.manual_seed(0)
+    hidden = torch.randn(*tokens, 16, device=device, requires_grad=True)
+    weight = torch.randn(37, 16, device=device)
+    target = torch.randint(0, 37, labels, device=device)
+
+    def step(h):
+        loss = fused_linear_cross_entropy(h, weight, target, reduction="none").loss
+        return loss.flatten(0, -1)[:2].sum() if loss.shape == labels else loss * torch.nan
+
+    torch._dynamo.reset()
+    (plain,) = torch.autograd.grad(step(hidden), hidden)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    (traced,) = torch.autograd.grad(compiled(hidden), hidden)
+    torch.testing.assert_close(traced, plain)
+    assert plain.view(6, 16)[:2].abs().min() > 0
+
+
+def test_a_pass_records_nothing(path, device):
+    hidden, weight, target = _batch(device=device)
+    loss, *_, dh, dw, db = fused_linear_cross_entropy_forward(hidden, weight, target)
+    wanted = torch.autograd.grad(
+        fused_linear_cross_entropy(hidden, weight, target).loss, (hidden, weight)
+    )
+    assert not loss.requires_grad
+    assert db is None
+    torch.testing.assert_close((dh, dw), wanted)
+
+
+def test_states_without_features(path, device):
+    hidden, weight = (torch.zeros(n, 0, device=device, dtype=torch.bfloat16) for n in (3, 5))
+    target = torch.tensor([1, 2, 3], device=device)
+    loss = fused_linear_cross_entropy(hidden, weight, target).loss
+    torch.testing.assert_close(loss.item(), math.log(5), rtol=1e-4, atol=0)
+
+
+def test_fp64_is_left_alone_by_autocast():
+    hidden, weight = (torch.randn(n, 8, dtype=torch.float64) for n in (6, 11))
+    target = torch.randint(0, 11, (6,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = fused_linear_cross_entropy(hidden, weight, target).loss
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(hidden @ weight.t(), target))
 
 
 def test_one_class(path, device):

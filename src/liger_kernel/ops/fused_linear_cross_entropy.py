@@ -92,7 +92,7 @@ class _Options(NamedTuple):
 
 
 def _fake_forward(hidden, weight, target, bias, ce_weight, upstream, *rest):
-    options, needed, tokens = _Options(*rest[:14]), rest[15:], hidden.shape[:-1]
+    options, needed, tokens = _Options(*rest[:14]), rest[15:], target.shape
     each = tokens if options.reduction == "none" else ()
     asked = (True, options.want_z, options.want_accuracy)
     wide = compute_dtype(hidden)
@@ -253,10 +253,9 @@ def fused_linear_cross_entropy_forward(
         use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens,
         resolve_budget(memory_budget, _input.device), num_valid,
     )  # fmt: skip
-    needed = (*needed[:2], needed[2] and bias is not None)
-    return _pass(
-        _input, weight, target, bias, ce_weight, token_grad_output, options, kernels, needed
-    )
+    tensors = _input, weight, target, bias, ce_weight, token_grad_output
+    with torch.no_grad():
+        return _pass(*tensors, options, kernels, (*needed[:2], needed[2] and bias is not None))
 
 
 def fused_linear_cross_entropy_backward(

@@ -68,7 +68,7 @@ def form_for(hidden: Tensor, vocab: int, budget: int) -> str:
     holds them and their gradient. They are as exact as the way without logits, which takes more launches.
     """
     tokens = hidden.shape[:-1].numel() if hidden.element_size() == 2 else 0
-    few = 0 < tokens <= max(_FEW, _QUICK // (vocab * hidden.shape[-1]))
+    few = 0 < tokens <= max(_FEW, _QUICK // max(vocab * hidden.shape[-1], 1))
     fits = 6 * vocab * tokens <= budget
     return "float32" if few and fits and _env.mixed_products(hidden.device) else "same"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._labels import check_labels
-from liger_kernel.ops._op import rows
+from liger_kernel.ops._op import autocast_dtype, rows
 from liger_kernel.ops.head.shard import VocabShard
 
 
@@ -119,6 +119,6 @@ def check_head(
 
 
 def autocast(x: Tensor) -> Tensor:
-    """x in autocast's dtype where that is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    """x in autocast's dtype where that is on; fp64, which torch leaves alone, as it is."""
+    dtype = autocast_dtype(x.device.type)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
