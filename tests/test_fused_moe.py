@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 from cases import CASES
+from torch.utils.checkpoint import checkpoint
 
 from liger_kernel import _env
 from liger_kernel.ops import fused_moe
@@ -135,3 +136,19 @@ def test_layer(device):
         LigerExperts(_config(hidden_act="relu"))
     with pytest.raises(ValueError, match="none of num_experts"):
         LigerExperts(_config(num_experts=None))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_it(reentrant, device):
+    torch.manual_seed(0)
+    shapes = (3, 8), (2, 8, 8), (2, 8, 4), (3, 2)
+    leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    index = torch.tensor([[0, 1]] * 3, device=device)
+
+    def call(x, gate_up, down, weights):
+        return fused_moe.fused_moe(x, gate_up, down, index, weights)
+
+    wanted = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    checkpoint(call, *leaves, use_reentrant=reentrant).square().sum().backward()
+    for leaf, want in zip(leaves, wanted, strict=True):
+        assert torch.equal(leaf.grad, want)

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import liger_kernel
 from liger_kernel import _env
@@ -434,6 +436,59 @@ def test_layers_are_found_wherever_their_list_is():
     model.vision.encoder.layers = listed(2)
     wanted = [*model.language.layers, *model.vision.encoder.layers]
     assert list(hooks.layers(model)) == wanted
+
+
+@pytest.mark.parametrize("kept_in", [0, 1])
+def test_what_is_saved_does_not_depend_on_who_holds_a_norms_output(kept_in, leaves):
+    """In one of the two runs somebody does, while its cast is packed."""
+    x, w, gate, *_ = leaves
+    kept, runs = [], []
+
+    def function(x, w, gate):
+        def norm(x):
+            y = rebuildable(rms_norm)(x * 2.0, w)
+            if len(runs) == kept_in:
+                kept.append(y)
+            runs.append(1)
+            return y
+
+        z = norm(x).to(torch.float16)
+        return F.linear(z, gate.to(torch.float16))
+
+    found = checkpoint(layered(function), x, w, gate, use_reentrant=False).float().sum()
+    found = torch.autograd.grad(found, (x, w, gate))
+    assert len(runs) == 2
+    assert_equal(found, torch.autograd.grad(function(x, w, gate).float().sum(), (x, w, gate)))
+
+
+class _Parts(torch.nn.Module):
+    """Norms and MLPs that are members of lists, and parts of the model, by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=1)
+        self.inner = torch.nn.Module()
+        self.inner.norms = torch.nn.ModuleList(LlamaRMSNorm(8) for _ in range(2))
+        self.inner.mlps = torch.nn.ModuleList(LlamaMLP(config) for _ in range(2))
+        self.inner.first = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        self.mlps, self.mlp = torch.nn.ModuleList([LlamaMLP(config)]), LlamaMLP(config)
+
+    def forward(self, x):
+        for part in (self.inner.first, *self.inner.norms, *self.inner.mlps, *self.mlps, self.mlp):
+            x = part(x)
+        return x
+
+
+def test_parts_that_are_claimed_already():
+    torch.manual_seed(0)
+    model, x = _Parts(), torch.randn(2, 3, 8)
+    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    report = liger_kernel.patch(model)
+    found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    report.undo()
+    assert not [name for name, part in model.named_modules() if "forward" in vars(part)]
 
 
 def test_checkpoint_within_a_checkpoint(leaves):

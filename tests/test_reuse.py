@@ -422,3 +422,12 @@ def test_a_checkpoint_under_a_mode_of_the_forward_alone(x, small):
 
     truth = gradients()
     same(gradients(FlopCounterMode(display=False), torch.device("cpu")), truth)
+
+
+def test_the_operator_records_nothing(layers, x):
+    """As an exported graph calls it."""
+    gate, up, down = layers
+    y = gated_linear_module.gated_linear_forward_kernel.operator(
+        gate(x), up(x), down.weight, down.bias, "silu", 1.0
+    )
+    assert torch.equal(y, joined(layers, x))

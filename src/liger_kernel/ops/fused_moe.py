@@ -174,8 +174,9 @@ class _FusedMoE(torch.autograd.Function):
     @staticmethod
     @first_order("fused_moe")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        *tensors, both = ctx.saved_tensors[:8]
-        routing, need = list(ctx.saved_tensors[8:]), ctx.needs_input_grad[1:8]
+        saved = ctx.saved_tensors  # once: a checkpoint gives each of them one time
+        *tensors, both = saved[:8]
+        routing, need = list(saved[8:]), ctx.needs_input_grad[1:8]
         needs = [n for i, n in enumerate(need) if i != 3]
         grads = fused_moe_backward_kernel(dy, *tensors, both, routing, *ctx.options, needs)
         found = [g if n else None for g, n in zip(grads, needs, strict=True)]

@@ -15,6 +15,7 @@ from liger_kernel.transformers.patch.loss import causal_lm_loss
 from liger_kernel.transformers.patch.report import ALREADY, FITS, LEFT, SWAPPED, Report
 
 _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+_UNCLAIMED = (None, "rematerialise", adapters.SEAM)  # whose forwards may be wrapped (again)
 _HEADED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
@@ -106,7 +107,7 @@ def _bind_hooks(
     for name, place in hooks.places(model):
         at = _forward_name(place)
         present, old, new = getattr(place, at), _unbound(place, at), None
-        if seam_of(present) == adapters.FLAG:  # an adapted layer by itself
+        if seam_of(present) not in _UNCLAIMED:  # a norm, an MLP or an adapted layer by itself
             continue
         already = made_by(present, "rematerialise")
         if rebuild and bind and not already:
@@ -127,7 +128,7 @@ def _bind_layers(place: Any, report: Report) -> None:
     """The layers that may be checkpointed."""
     for layer in hooks.layers(place):
         at = _forward_name(layer)
-        if not made_by(getattr(layer, at), "rematerialise"):
+        if seam_of(getattr(layer, at)) is None:  # not a norm or an MLP in a list of its own
             new = hooks.wrapped_forward(_unbound(layer, at), None, report)
             report.ledger.bind(layer, at, new, "rematerialise")
 

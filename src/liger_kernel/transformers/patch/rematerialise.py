@@ -186,6 +186,7 @@ class _Forward(threading.local):
     def __init__(self) -> None:
         self.tags: list[weakref.ref[_Tag]] = []
         self.bytes = 0
+        self.alive: list[_Tag] = []  # in a checkpoint: what is found must not depend on who holds y
         self.outer: Any = None  # (pack, unpack) of the checkpoint whose layer this is
 
 
@@ -219,6 +220,8 @@ def _hang(y: Tensor, recipe: _Recipe) -> None:
     tag = _Tag(y, recipe)
     setattr(y, _TAG, tag)
     _forward.tags.append(weakref.ref(tag))
+    if _forward.outer is not None:
+        _forward.alive.append(tag)
 
 
 def _whole(y: Tensor) -> bool:
@@ -314,15 +317,15 @@ def _watching() -> bool:
 @contextmanager
 def hooks(outer: Any = None) -> Iterator[_Forward]:
     """Our hooks, handing on to those of a checkpoint, `outer`, if there are such."""
-    before = _forward.tags, _forward.bytes, _forward.outer
-    _forward.tags, _forward.bytes, _forward.outer = [], 0, outer
+    before = _forward.tags, _forward.bytes, _forward.alive, _forward.outer
+    _forward.tags, _forward.bytes, _forward.alive, _forward.outer = [], 0, [], outer
     try:
         with saved_tensors_hooks(_pack, _unpack):
             yield _forward
     finally:
         for tag in [found for ref in _forward.tags if (found := ref()) is not None]:
             tag.recipe = None
-        _forward.tags, _forward.bytes, _forward.outer = before
+        _forward.tags, _forward.bytes, _forward.alive, _forward.outer = before
 
 
 def ours(hook: Any) -> bool:
