@@ -20,6 +20,14 @@ def row_base(row, stride):
 
 
 @triton.jit
+def rounded(x, LIKE, ROUND: tl.constexpr):
+    """x in fp32, rounded to the dtype of what LIKE points at, if ROUND."""
+    if ROUND:
+        x = x.to(LIKE.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
 def exp(x):
     return tl.exp2(x * LOG2E)
 

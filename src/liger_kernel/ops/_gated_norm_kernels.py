@@ -7,7 +7,7 @@ modules that come to the weight in x's dtype.
 # pyright: reportGeneralTypeIssues=false
 # (Triton types a call of one @jit function from another as never returning, so its results cannot be unpacked.)
 
-from liger_kernel.ops._device import logistic, row_base
+from liger_kernel.ops._device import logistic, rounded, row_base
 from liger_kernel.ops._triton import tl, triton
 
 
@@ -26,14 +26,6 @@ def _gate(z, ACT: tl.constexpr):
     else:
         tl.static_assert(ACT == "sigmoid")
     return c, dc
-
-
-@triton.jit
-def _rounded(x, LIKE, ROUND: tl.constexpr):
-    """x rounded to the dtype of what LIKE points at, if ROUND."""
-    if ROUND:
-        x = x.to(LIKE.dtype.element_ty).to(tl.float32)
-    return x
 
 
 @triton.jit
@@ -56,9 +48,9 @@ def forward_kernel(
         x = x * a
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)
     tl.store(RSTD + row_base(group, n_rows) + row, rstd, mask=m_row)
-    y = _rounded(x * rstd[:, None], Y, LLAMA) * _load(W, cols, m_col)[None, :]
+    y = rounded(x * rstd[:, None], Y, LLAMA) * _load(W, cols, m_col)[None, :]
     if not GATE_FIRST:
-        y = _rounded(y, Y, ROUND_U) * a
+        y = rounded(y, Y, ROUND_U) * a
     at = row_base(row, n_cols)[:, None] + cols[None, :]
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=mask)
 
@@ -92,10 +84,10 @@ def backward_kernel(
         w = _load(W, cols, m_col)[None, :]
         a, slope = _gate(z, ACT)
         n = (x * a if GATE_FIRST else x) * rstd[:, None]
-        rounded = _rounded(n, DY, LLAMA)
+        n_stored = rounded(n, DY, LLAMA)
         du = dy if GATE_FIRST else dy * a
         if NEED_DW:
-            dw += du * rounded
+            dw += du * n_stored
         g = du * w
         at = row_base(row, n_cols)[:, None] + cols[None, :]
         if NEED_DX or GATE_FIRST:
@@ -104,7 +96,7 @@ def backward_kernel(
                 stored = dx * a if GATE_FIRST else dx
                 tl.store(DX + at, stored.to(DX.dtype.element_ty), mask=mask)
         if NEED_DZ:
-            dz = dx * x if GATE_FIRST else dy * _rounded(rounded * w, DY, ROUND_U)
+            dz = dx * x if GATE_FIRST else dy * rounded(n_stored * w, DY, ROUND_U)
             dz = dz * slope
             tl.store(DZ + at, dz.to(DZ.dtype.element_ty), mask=mask)
     if NEED_DW:

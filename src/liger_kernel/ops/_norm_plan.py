@@ -73,7 +73,7 @@ def backward_plan(
     return cdiv(n_rows, share), share, meta
 
 
-def phases_plan(
+def backward_phases_plan(
     entry: Entry, n_rows: int, block: int, phases: int, row_bytes: int, device: torch.device
 ) -> tuple[int, int, dict[str, Any]]:
     """`backward_plan` for rows in `phases` (`_row_phases`). As many programs as an SM's registers have room for: what

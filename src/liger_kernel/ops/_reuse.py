@@ -72,15 +72,15 @@ def saved(ctx: Any) -> tuple[tuple[Any, ...], list[Tensor | None]]:
             "an earlier backward failed after it had begun to write over what this node saved: run forward again."
         )
     rooms: list[Tensor | None] = [None] * len(tensors)
-    if any(_large(t) for t in tensors) and _may_write():
+    large = [i for i in range(len(tensors)) if _large(tensors[i])]
+    if large and _may_write():
         free = _free()
-        for i in range(len(tensors)):
-            if tensors[i] is not None and _large(tensors[i]):
-                counts = _counts(tensors[i])
-                if counts in (free.saved, free.made) or (
-                    counts == free.kept and _is_alone(ctx._raw_saved_tensors[i], free)
-                ):
-                    rooms[i], ctx.spent = tensors[i].detach(), True
+        for i in large:
+            counts = _counts(tensors[i])
+            if counts in (free.saved, free.made) or (
+                counts == free.kept and _is_alone(ctx._raw_saved_tensors[i], free)
+            ):
+                rooms[i], ctx.spent = tensors[i].detach(), True
     return tensors, rooms
 
 

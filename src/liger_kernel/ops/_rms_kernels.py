@@ -6,7 +6,7 @@ With a residual R (else None) the norm is that of s = x + r, which is stored; wi
 """
 
 # pyright: reportGeneralTypeIssues=false
-from liger_kernel.ops._device import row_base
+from liger_kernel.ops._device import rounded, row_base
 from liger_kernel.ops._row_phases import (
     EACH,
     columns_of,
@@ -39,6 +39,14 @@ def _scale(w, offset, ROUND: tl.constexpr):
 
 
 @triton.jit
+def _summed(S, at, x, r, mask):
+    """x + r as it is stored."""
+    s = (x + r).to(S.dtype.element_ty)
+    tl.store(S + at, s, mask=mask)
+    return s.to(tl.float32)
+
+
+@triton.jit
 def forward_kernel(
     Y, X, S, R, W, RSTD, sX_row, sR_row, n_rows, n_cols, eps, offset,
     LLAMA: tl.constexpr, ROUND_W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -52,32 +60,13 @@ def forward_kernel(
     x = _load(X, row_base(row, sX_row)[:, None] + cols[None, :], mask)
     if R is not None:
         r = _load(R, row_base(row, sR_row)[:, None] + cols[None, :], mask)
-        s = (x + r).to(S.dtype.element_ty)
-        tl.store(S + at, s, mask=mask)
-        x = s.to(tl.float32)
+        x = _summed(S, at, x, r, mask)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
     tl.store(RSTD + row, rstd, mask=m_row)
-    n = x * rstd[:, None]
-    if LLAMA:
-        n = n.to(Y.dtype.element_ty).to(tl.float32)
+    n = rounded(x * rstd[:, None], Y, LLAMA)
     if W is not None:
         n = n * scale_of(W, cols, m_col, offset, ROUND_W)[None, :]
     tl.store(Y + at, n.to(Y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _rounded(n, LIKE, LLAMA: tl.constexpr):
-    if LLAMA:
-        n = n.to(LIKE.dtype.element_ty).to(tl.float32)
-    return n
-
-
-@triton.jit
-def _summed(S, at, x, r, mask):
-    """x + r as it is stored."""
-    s = (x + r).to(S.dtype.element_ty)
-    tl.store(S + at, s, mask=mask)
-    return s.to(tl.float32)
 
 
 @triton.jit
@@ -104,7 +93,7 @@ def forward_phases_kernel(
         e_x, x = _summed(S, e_at, e_x, e_r, e_mask), _summed(S, at, x, r, mask)
     rstd = tl.rsqrt(row_sum(x * x, e_x * e_x) / n_cols + eps)
     tl.store(RSTD + row, rstd, mask=m_row)
-    y, e_y = _rounded(x * rstd, Y, LLAMA) * scale, _rounded(e_x * rstd, Y, LLAMA) * e_scale
+    y, e_y = rounded(x * rstd, Y, LLAMA) * scale, rounded(e_x * rstd, Y, LLAMA) * e_scale
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=mask)
     tl.store(Y + e_at, e_y.to(Y.dtype.element_ty), mask=e_mask)
 
@@ -138,9 +127,7 @@ def forward_wide_kernel(
             s = (x + _load(R, cols, m_col)).to(S.dtype.element_ty)
             tl.store(S + at + cols, s, mask=m_col)
             x = s.to(tl.float32)
-        n = x * rstd
-        if LLAMA:
-            n = n.to(Y.dtype.element_ty).to(tl.float32)
+        n = rounded(x * rstd, Y, LLAMA)
         if W is not None:
             n = n * scale_of(W, cols, m_col, offset, ROUND_W)
         tl.store(Y + at + cols, n.to(Y.dtype.element_ty), mask=m_col)
@@ -183,8 +170,7 @@ def backward_kernel(
         rstd = tl.load(RSTD + row, mask=m_row, other=0.0)
         n = x * rstd[:, None]
         if NEED_DW:
-            rounded = n.to(DY.dtype.element_ty).to(tl.float32) if LLAMA else n
-            dw += tl.sum(dy * rounded, axis=0)
+            dw += tl.sum(dy * rounded(n, DY, LLAMA), axis=0)
         if NEED_DX:
             _store_dx(DX, DS, W, dy, n, rstd, row, cols, mask, m_col, sDS_row, n_cols, offset, ROUND_W)  # fmt: skip
     if NEED_DW:
@@ -235,8 +221,8 @@ def backward_phases_kernel(
         x = _load(X, tile_base(row, sX_row, before) + lane, mask)
         n, e_n = x * rstd, e_x * rstd
         if NEED_DW:
-            dw += tl.sum(dy * _rounded(n, DY, LLAMA), axis=1)
-            e_dw += tl.sum(e_dy * _rounded(e_n, DY, LLAMA), axis=1)
+            dw += tl.sum(dy * rounded(n, DY, LLAMA), axis=1)
+            e_dw += tl.sum(e_dy * rounded(e_n, DY, LLAMA), axis=1)
         if NEED_DX:
             g, e_g = dy * scale, e_dy * e_scale
             mean = row_sum(g * n, e_g * e_n) / n_cols
@@ -284,8 +270,7 @@ def backward_few_kernel(
             dys = _load(DY, row_base(rows, sDY_row)[:, None] + some[None, :], inside)
             xs = _load(X, row_base(rows, sX_row)[:, None] + some[None, :], inside)
             ns = xs * tl.load(RSTD + rows, mask=m_rows, other=0.0)[:, None]
-            if LLAMA:
-                ns = ns.to(DY.dtype.element_ty).to(tl.float32)
+            ns = rounded(ns, DY, LLAMA)
             tl.store(DW + some, tl.sum(dys * ns, axis=0).to(DW.dtype.element_ty), mask=m_some)
 
 
@@ -337,7 +322,5 @@ def dw_wide_kernel(
     for row in range(first, tl.minimum(first + rows_per_program, n_rows)):
         dy = _load(DY, row_base(row, sDY_row) + cols, m_col)
         n = _load(X, row_base(row, sX_row) + cols, m_col) * tl.load(RSTD + row)
-        if LLAMA:
-            n = n.to(DY.dtype.element_ty).to(tl.float32)
-        dw += dy * n
+        dw += dy * rounded(n, DY, LLAMA)
     tl.store(DWP + row_base(part, n_cols) + cols, dw, mask=m_col)

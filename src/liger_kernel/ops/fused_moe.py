@@ -44,7 +44,17 @@ from liger_kernel.ops._moe_launch import (
 )
 from liger_kernel.ops._moe_routing import Routing, moe_routing, most_tiles
 from liger_kernel.ops._moe_torch import fallback, gated
-from liger_kernel.ops._op import Cost, Op, choice, dense, first_order, named, require, rows
+from liger_kernel.ops._op import (
+    Cost,
+    Op,
+    autocast_dtype,
+    choice,
+    dense,
+    first_order,
+    named,
+    require,
+    rows,
+)
 from liger_kernel.ops._triton import tl
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -253,9 +263,8 @@ def fused_moe(
     _check_shapes(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias)
     tensors = [x.reshape(-1, x.shape[-1]), gate_up_proj, down_proj]
     biases = [gate_up_bias, down_bias]
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None:
         tensors = [t.to(dtype) for t in tensors]
         biases = [None if b is None else b.to(dtype) for b in biases]
     top_k = top_k_index.shape[-1]

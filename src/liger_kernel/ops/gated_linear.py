@@ -86,6 +86,11 @@ def gated_linear_forward_kernel(
     return y
 
 
+def _pair(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """gate and up, or the halves of a packed gate, as `[R, F]`."""
+    return _gated.halves(rows(gate)) if up is None else (rows(gate), rows(up))
+
+
 def _fill(
     y: Tensor,
     gate: Tensor,
@@ -95,8 +100,7 @@ def _fill(
     act: str,
     scale: float,
 ) -> None:
-    pair = _gated.halves(gate) if up is None else (gate, up)
-    p, out = rows(_gated.gated_forward(*pair, act, scale, 1.0)), rows(y)
+    p, out = _gated.gated_forward(*_pair(gate, up), act, scale, 1.0), rows(y)
     if bias is None:
         torch.mm(p, weight.t(), out=out)
     else:
@@ -127,21 +131,13 @@ def gated_linear_backward_kernel(
     them, gate's and up's own as a rule."""
     flat, nothing = rows(dy), [gate.new_empty(0) for _ in range(3)]
     if not need_operands:
-        p = rows(
-            _gated.gated_forward(
-                *(_gated.halves(gate) if up is None else (gate, up)), act, scale, 1.0
-            )
-        )
+        p = _gated.gated_forward(*_pair(gate, up), act, scale, 1.0)
         return nothing[0], nothing[1], torch.mm(flat.t(), p)
-    dgate = place(dgate, gate)
-    if up is None:
-        dup, places = nothing[1], _gated.halves(rows(dgate))
-        pair = _gated.halves(rows(gate))
-    else:
-        dup = place(dup, up)
-        places, pair = (rows(dgate), rows(dup)), (rows(gate), rows(up))
+    dgate, dup = place(dgate, gate), None if up is None else place(dup, up)
     dp = torch.mm(flat, weight)
-    _gated.gradients(dp, *pair, act, scale, 1.0, *places, dp if need_dw else None)
+    outputs = (*_pair(dgate, dup), dp if need_dw else None)
+    _gated.gradients(dp, *_pair(gate, up), act, scale, 1.0, *outputs)
+    dup = nothing[1] if dup is None else dup
     return dgate, dup, torch.mm(flat.t(), dp) if need_dw else nothing[2]
 
 

@@ -25,13 +25,13 @@ from liger_kernel.ops import _layer_norm_kernels as kernels
 from liger_kernel.ops._norm_plan import (
     MAX_BLOCK,
     WIDE_BLOCK,
+    backward_phases_plan,
     backward_plan,
     column_plan,
     forward_phases_plan,
     forward_plan,
     forward_table,
     loop_table,
-    phases_plan,
 )
 from liger_kernel.ops._op import (
     Cost,
@@ -174,7 +174,9 @@ def _backward(
         meta = {"NEED_DX": need_dx, **needs, "BLOCK": block}
         if in_phases(x_itemsize, n_cols, *steps):
             kernel = kernels.backward_phases_kernel
-            programs, share, plan = phases_plan(entry, n_rows, block, phases_of(n_cols), *sizes)
+            programs, share, plan = backward_phases_plan(
+                entry, n_rows, block, phases_of(n_cols), *sizes
+            )
         else:
             programs, share, plan = backward_plan(entry, n_rows, *sizes)
         meta |= plan if n_cols > _CANCELLING else {**plan, **UNFUSED}

@@ -26,13 +26,13 @@ from liger_kernel.ops import _rms_kernels as kernels
 from liger_kernel.ops._norm_plan import (
     MAX_BLOCK,
     WIDE_BLOCK,
+    backward_phases_plan,
     backward_plan,
     column_plan,
     forward_phases_plan,
     forward_plan,
     forward_table,
     loop_table,
-    phases_plan,
 )
 from liger_kernel.ops._op import (
     Cost,
@@ -235,7 +235,9 @@ def _backward(
     kernel, sizes = kernels.backward_kernel, (block * loaded, device)
     if in_phases(itemsize, n_cols, *steps):
         kernel = kernels.backward_phases_kernel
-        programs, share, plan = phases_plan(entry, n_rows, block, phases_of(n_cols), *sizes)
+        programs, share, plan = backward_phases_plan(
+            entry, n_rows, block, phases_of(n_cols), *sizes
+        )
     else:
         programs, share, plan = backward_plan(entry, n_rows, *sizes)
     numbers = (*steps, n_rows, n_cols, share, offset)

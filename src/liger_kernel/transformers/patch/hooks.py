@@ -10,16 +10,23 @@ from torch import nn
 
 from liger_kernel import _env
 from liger_kernel.transformers.patch.apply import Ledger, original_of
-from liger_kernel.transformers.patch.rematerialise import cast, hooks, offer, ours, top_hooks
+from liger_kernel.transformers.patch.rematerialise import (
+    cast,
+    hooks,
+    hooks_allowed,
+    offer,
+    ours,
+    top_hooks,
+)
 
-_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - a module without type stubs
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of a model whose forwards get the hooks, by name: they contain all its layers, and nothing wraps the
     model's own forward, which belongs to the head's seam and to other libraries."""
     for name, child in model.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        if isinstance(child, _LISTS):
             yield from ((f"{name}.{inner}", place) for inner, place in places(child))
         elif any(True for _ in child.children()):
             yield name, child
@@ -28,7 +35,7 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def layers(part: nn.Module) -> Iterator[nn.Module]:
     """The members of a part's outermost lists: what a checkpoint is put around."""
     for child in part.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        if isinstance(child, _LISTS):
             yield from child.children()
         else:
             yield from layers(child)
@@ -69,7 +76,7 @@ def _outer() -> Any:
     """Whose hooks ours would be in: None for nobody's, those of a checkpoint; `_CLOSED` if ours are there already, or
     somebody else's, which is said once.
     """
-    if not _autograd._saved_tensors_hooks_is_enabled():
+    if not hooks_allowed():
         return _CLOSED
     top = top_hooks()
     if top is None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops import cross_entropy as ce
+from liger_kernel.ops._op import autocast_dtype
 from liger_kernel.transformers.patch.chain import Step, Transform, fold, replay, split_index
 from liger_kernel.transformers.patch.request import HeadLoss, Request
 
@@ -80,10 +81,7 @@ class LogitsPromise:
         for name, argument in reversed(self._steps):
             if name == "to":
                 return argument
-        kind = self._rows.device.type
-        return (
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._rows.dtype
-        )
+        return autocast_dtype(self._rows.device.type) or self._rows.dtype
 
     @property
     def device(self) -> torch.device:

@@ -50,6 +50,11 @@ def top_hooks() -> Any:
     return None if _top_hooks is None else _top_hooks(False)
 
 
+def hooks_allowed() -> bool:
+    """Whether nobody has forbidden hooks (`disable_saved_tensors_hooks`)."""
+    return _autograd._saved_tensors_hooks_is_enabled()
+
+
 # What stands for a saved tensor
 
 
